@@ -1,0 +1,104 @@
+"""The ragged batch that every layer receives, and the caches that hold all sequence state.
+
+Layers own parameters and nothing else. What a sequence has accumulated (paged K/V, compressed keys,
+recurrent state) lives in one pytree, passed in and returned by every step. This module defines
+those pytrees; docs/design.md says who creates, owns and frees them.
+"""
+
+import dataclasses
+import enum
+import functools
+
+import jax
+import jax.numpy as jnp
+
+TILE = 64  # rows per tile; recurrences run on this grid, anchored at absolute position 0
+
+
+class Mode(enum.Enum):
+    """How the rows of a batch relate to the sequences; static, so each mode is its own program."""
+
+    WHOLE = "whole"  # B equally long sequences from position 0, no caches: training, teacher forcing
+    PREFILL = "prefill"  # tiles of prompt tokens, caches read and written
+    DECODE = "decode"  # one row per sequence, caches read and written
+    VERIFY = "verify"  # rows are nodes of draft trees, caches read only
+
+
+_static = functools.partial(dataclasses.field, metadata={"static": True})
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """N rows of B sequences. Every shape is static per bucket; padding is data, not shape.
+
+    In WHOLE and PREFILL the rows come in tiles of 64: tile t (rows 64t .. 64t+63) holds tokens of one
+    sequence, the token at position p in column p % 64. So a sequence's run starts on a tile border
+    when its first position is a multiple of 64, and the grid on which recurrences are computed never
+    depends on how a prompt was cut. In DECODE row i is the next token of sequence i.
+
+    A padding row has position -1. Padding sequences have slot 0, context_length 0 and a page table of
+    zeros: slot 0 and page 0 belong to nobody, may hold anything, and take the writes of padding.
+
+    Fields:
+      tokens: int32[N] ids.
+      positions: int32[N] absolute positions, -1 for padding.
+      tile_sequence: int32[T] sequence of each tile (WHOLE, PREFILL; T = N / 64), empty in DECODE.
+      context_length: int32[B] tokens of the sequence in the caches after this step.
+      slot: int32[B] recurrent-state slot.
+      page_table: int32[B, P] pages of each sequence in order of position, 0 beyond its end.
+      logit_rows: int32[R] rows whose logits are wanted.
+      parent, depth: int32[N] reserved for VERIFY: the tree's parent row and depth of each node.
+      mode: the static mode.
+    """
+
+    tokens: jax.Array
+    positions: jax.Array
+    tile_sequence: jax.Array
+    context_length: jax.Array
+    slot: jax.Array
+    page_table: jax.Array
+    logit_rows: jax.Array
+    parent: jax.Array | None = None
+    depth: jax.Array | None = None
+    mode: Mode = _static(default=Mode.PREFILL)
+
+    @property
+    def row_sequence(self) -> jax.Array:
+        """int32[N]: the sequence of each row."""
+        if self.mode is Mode.DECODE:
+            return jnp.arange(self.tokens.shape[0], dtype=jnp.int32)
+        return jnp.repeat(self.tile_sequence, TILE, total_repeat_length=self.tokens.shape[0])
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class PagedCache:
+    """Keys and values of one attention layer for all sequences, addressed by page.
+
+    ``compressed`` entry c of page p is the mean of the ``2 * stride`` keys that end with that page's
+    (c + 1) * stride-th token; ``coarse`` is the mean of the two blocks that end with each block. Both
+    are filed under the page in which their window ENDS, so a page's content depends only on tokens up
+    to its own end and a page can be shared by sequences that diverge after it.
+
+    Fields (G key/value heads of size D; stride = block / 4):
+      keys, values: [pages, G, page_size, D] in the model dtype.
+      compressed: [pages, G, page_size / stride, D]; coarse: [pages, G, page_size / block, D].
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    compressed: jax.Array
+    coarse: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class RecurrentCache:
+    """The state matrices of one linear-attention layer: float32[slots, heads, d_key, d_value]."""
+
+    state: jax.Array
+
+
+LayerCache = PagedCache | RecurrentCache
+State = tuple[LayerCache, ...]

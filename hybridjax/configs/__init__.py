@@ -1,0 +1,6 @@
+"""Frozen dataclass configurations; command-line flags are generated from them."""
+
+from hybridjax.configs.minicpm_sala import MiniCPMSALAConfig, SparseConfig
+from hybridjax.configs.serving import EngineConfig, ServerConfig
+
+__all__ = ["EngineConfig", "MiniCPMSALAConfig", "ServerConfig", "SparseConfig"]

@@ -1,0 +1,95 @@
+"""Settings of the engine and the server. Flags are these fields with dashes (see configs/flags.py).
+
+Names follow SGLang's server arguments, so that an operator's command line carries over.
+"""
+
+import dataclasses
+from typing import Any
+
+from hybridjax.configs.validation import check, positive_int
+
+
+def _field(default: Any, help: str, **metadata: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """What the engine needs to know; every field has a working default.
+
+    ``None`` means: chosen from the model, the device and the free memory.
+    """
+
+    model_path: str = _field(
+        "tiny-sala", "checkpoint directory, or the name of a bundled model", aliases=["--model"]
+    )
+    tokenizer_path: str | None = _field(None, "directory with tokenizer.json (default: the model's)")
+    skip_tokenizer_init: bool = _field(False, "serve token ids only, load no tokenizer")
+    dtype: str = _field(
+        "auto",
+        "parameter and activation dtype; auto: the checkpoint's, float32 on a CPU",
+        choices=["auto", "float32", "bfloat16", "float16"],
+    )
+    context_length: int | None = _field(None, "longest prompt + completion in tokens (default: the model's)")
+    mem_fraction_static: float = _field(
+        0.85, "share of the device memory that weights and state pools may take together"
+    )
+    max_running_requests: int | None = _field(None, "requests that decode together")
+    max_queued_requests: int = _field(1024, "requests that may wait; more are refused with HTTP 503")
+    max_total_tokens: int | None = _field(None, "tokens that the K/V pools hold over all requests")
+    chunked_prefill_size: int = _field(
+        2048, "prompt tokens computed per prefill step; rounded to whole pages; -1: whole prompts"
+    )
+    page_size: int = _field(64, "tokens per K/V page; a multiple of the model's sparse block")
+    num_continuous_decode_steps: int = _field(4, "decode steps that run per dispatch")
+    disable_overlap_schedule: bool = _field(
+        False, "wait for each step's tokens before launching the next (for debugging)"
+    )
+    random_seed: int = _field(0, "seed of requests that name none")
+    implementation: str | None = _field(
+        None, "force one op implementation (default: the fastest that supports the device)"
+    )
+    compilation_cache_dir: str | None = _field(
+        None, "where compiled programs are kept (default: ~/.cache/hybridjax; '' disables)"
+    )
+    skip_server_warmup: bool = _field(False, "compile each program at first use, not at start")
+
+    def __post_init__(self):
+        check(0 < self.mem_fraction_static <= 1, "mem_fraction_static", self.mem_fraction_static, "in (0, 1]")
+        check(
+            self.chunked_prefill_size == -1 or self.chunked_prefill_size > 0,
+            "chunked_prefill_size",
+            self.chunked_prefill_size,
+            "a positive number of tokens, or -1",
+        )
+        for name in ("page_size", "num_continuous_decode_steps", "max_queued_requests"):
+            positive_int(name, getattr(self, name))
+        for name in ("context_length", "max_running_requests", "max_total_tokens"):
+            if getattr(self, name) is not None:
+                positive_int(name, getattr(self, name))
+        check(
+            self.dtype in ("auto", "float32", "bfloat16", "float16"),
+            "dtype",
+            self.dtype,
+            "auto, float32, bfloat16 or float16",
+        )
+        check(0 <= self.random_seed < 2**31, "random_seed", self.random_seed, "in 0..2**31-1")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ServerConfig(EngineConfig):
+    """The engine's settings and those of the HTTP front."""
+
+    host: str = _field("127.0.0.1", "address to listen on")
+    port: int = _field(30000, "port to listen on (0: any free one)")
+    served_model_name: str | None = _field(None, "name in /v1/models (default: model_path)")
+    chat_template: str | None = _field(None, "file with a Jinja chat template (default: the tokenizer's)")
+    log_level: str = _field("info", "log level", choices=["debug", "info", "warning", "error"])
+    drain_timeout: float = _field(30.0, "seconds that running requests get after SIGTERM")
+    max_request_bytes: int = _field(16 * 2**20, "largest HTTP body; larger ones get HTTP 413")
+
+    def __post_init__(self):
+        super().__post_init__()
+        check(0 <= self.port < 65536, "port", self.port, "in 0..65535")
+        check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "0 or more seconds")
+        positive_int("max_request_bytes", self.max_request_bytes)

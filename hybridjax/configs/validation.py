@@ -1,0 +1,36 @@
+"""Small checks shared by the config classes; each failure names field, value and what is allowed."""
+
+import types
+import typing
+from collections.abc import Mapping
+from typing import Any
+
+from hybridjax.errors import ConfigError
+
+
+def check(ok: bool, name: str, value: Any, allowed: str) -> None:
+    if not ok:
+        raise ConfigError(f"{name} is {value!r}; it must be {allowed}")
+
+
+def positive_int(name: str, value: Any) -> None:
+    check(type(value) is int and value > 0, name, value, "a positive integer")
+
+
+def take(raw: Mapping[str, Any], name: str, annotation: Any, prefix: str = "") -> Any:
+    """Reads ``raw[name]`` as the annotated type, which may be a union of int, float, bool, str, None.
+
+    An integer is taken where a float is wanted; a bool is never taken for a number.
+    """
+    value = raw[name]
+    kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
+    if type(value) in kinds:
+        return value
+    if float in kinds and type(value) is int:
+        return float(value)
+    if int in kinds and type(value) is float and value.is_integer():
+        return int(value)
+    if value is None and types.NoneType in kinds:
+        return None
+    names = " or ".join("null" if k is types.NoneType else k.__name__ for k in kinds)
+    raise ConfigError(f"{prefix}{name} is {value!r}; it must be of type {names}")

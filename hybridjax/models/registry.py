@@ -1,0 +1,23 @@
+"""The closed registry of architectures, keyed by the names that ``config.json`` uses."""
+
+import dataclasses
+from typing import Any
+
+from hybridjax.configs import MiniCPMSALAConfig
+from hybridjax.models.minicpm_sala import MiniCPMSALA
+from hybridjax.registry import Registry
+
+
+@dataclasses.dataclass(frozen=True)
+class Architecture:
+    """A config class (``from_dict``, ``to_dict``) and the nnx module built from it.
+
+    ``model(config, dtype=, rngs=)`` makes a randomly initialised model.
+    """
+
+    config: Any
+    model: Any
+
+
+ARCHITECTURES: Registry[Architecture] = Registry("architecture")
+ARCHITECTURES.register("MiniCPMSALAForCausalLM")(Architecture(MiniCPMSALAConfig, MiniCPMSALA))
