@@ -1,0 +1,213 @@
+"""The engine's front door: what goes in and what comes out. Everything above knows only this."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, Protocol
+
+from hybridjax.errors import RequestError
+
+MAX_TOP_LOGPROBS = 20
+MAX_STOP_STRINGS = 16
+MAX_STOP_TOKENS = 64
+MAX_LOGIT_BIAS = 300
+
+FinishReason = Literal["stop", "length", "abort", "error"]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class SamplingParams:
+    """How to continue one prompt.
+
+    Attributes:
+      max_tokens: tokens to generate at most; None: as many as the context has room for.
+      temperature: 0 is greedy; otherwise logits are divided by it.
+      top_k: sample among the k most likely tokens; 0 or -1: all.
+      top_p: smallest set of tokens with at least this probability.
+      min_p: drop tokens less likely than this times the most likely one.
+      seed: the request's own random stream, the same whatever else runs; None: drawn by the engine.
+      repetition_penalty: > 1 lowers logits of tokens in prompt or completion (CTRL, arXiv 1909.05858).
+      presence_penalty, frequency_penalty: subtracted from logits of tokens in the completion, once or
+        per occurrence (OpenAI's definition).
+      logit_bias: token id -> number added to its logit.
+      stop: strings that end the completion; not part of the text unless include_stop_str_in_output.
+      stop_token_ids: further token ids that end it, beside the model's own.
+      ignore_eos: go on after the model's end-of-sequence tokens.
+      min_tokens: no stop token is sampled before this many tokens.
+      logprobs: report the sampled token's log probability (of the model's own distribution, before
+        temperature and penalties) and those of this many most likely tokens; None: none.
+      skip_special_tokens: leave special tokens out of the text.
+    """
+
+    max_tokens: int | None = 16
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] = dataclasses.field(default_factory=dict)
+    stop: Sequence[str] = ()
+    stop_token_ids: Sequence[int] = ()
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: int = 0
+    logprobs: int | None = None
+    skip_special_tokens: bool = True
+
+    def __post_init__(self):
+        if isinstance(self.stop, str):
+            object.__setattr__(self, "stop", (self.stop,))
+        if self.top_k == -1:
+            object.__setattr__(self, "top_k", 0)
+        integer = {"max_tokens", "top_k", "seed", "min_tokens", "logprobs"}
+        for name, low, high in _RANGES:
+            value = getattr(self, name)
+            if value is None:
+                continue
+            number = type(value) is int or (name not in integer and type(value) is float)
+            if not number or not math.isfinite(value) or not low <= value <= high:
+                kind = "a whole number" if name in integer else "a number"
+                raise RequestError(
+                    f"{name} is {value!r}; it must be {kind} between {low} and {high}", param=name
+                )
+        if self.repetition_penalty <= 0:
+            raise RequestError("repetition_penalty is 0; it must be above 0", param="repetition_penalty")
+        if len(self.stop) > MAX_STOP_STRINGS:
+            raise RequestError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS}", param="stop")
+        for text in self.stop:
+            if not isinstance(text, str) or not text or len(text) > 1024:
+                raise RequestError("stop must hold strings of 1 to 1024 characters", param="stop")
+        if len(self.stop_token_ids) > MAX_STOP_TOKENS or not all(
+            type(t) is int and 0 <= t < 2**31 for t in self.stop_token_ids
+        ):
+            raise RequestError(
+                f"stop_token_ids must be at most {MAX_STOP_TOKENS} token ids", param="stop_token_ids"
+            )
+        if len(self.logit_bias) > MAX_LOGIT_BIAS:
+            raise RequestError(
+                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias"
+            )
+        for token, bias in self.logit_bias.items():
+            if (
+                type(token) is not int
+                or token < 0
+                or type(bias) not in (int, float)
+                or not -100 <= bias <= 100
+            ):
+                raise RequestError(
+                    f"logit_bias maps {token!r} to {bias!r}; it maps token ids to numbers in -100..100",
+                    param="logit_bias",
+                )
+
+
+_RANGES = (
+    ("max_tokens", 1, 2**31 - 1),
+    ("temperature", 0, 100),
+    ("top_k", 0, 2**31 - 1),
+    ("top_p", 0, 1),
+    ("min_p", 0, 1),
+    ("seed", -(2**63), 2**63 - 1),
+    ("repetition_penalty", 0, 100),
+    ("presence_penalty", -2, 2),
+    ("frequency_penalty", -2, 2),
+    ("min_tokens", 0, 2**31 - 1),
+    ("logprobs", 0, MAX_TOP_LOGPROBS),
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class TokenLogprob:
+    """Log probability of a generated token and of the most likely ones, best first."""
+
+    token_id: int
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class RequestOutput:
+    """One event of a request: what is new since the last event.
+
+    A request yields any number of events with ``finish_reason`` None and then exactly one with a
+    reason, which is the last. Tokens may come without text (a stop string or a character may be
+    forming) and text without tokens (held text that turned out not to be a stop string).
+
+    Attributes:
+      token_ids: new tokens, the stop token included.
+      text: new text; never shows any part of a matched stop string.
+      stop_reason: the stop string or stop token id that matched, None for the model's own end token.
+      logprobs: one entry per new token if asked for.
+      error: for finish_reason "error", what went wrong.
+    """
+
+    request_id: str
+    token_ids: tuple[int, ...] = ()
+    text: str = ""
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    cached_tokens: int = 0
+    error: str | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class GenerationResult:
+    """A finished request of the offline ``Engine.generate``."""
+
+    request_id: str
+    prompt_token_ids: tuple[int, ...]
+    token_ids: tuple[int, ...]
+    text: str
+    finish_reason: FinishReason
+    stop_reason: int | str | None
+    logprobs: tuple[TokenLogprob, ...] | None
+
+
+@dataclasses.dataclass(frozen=True)
+class EngineInfo:
+    """What a front needs to know about the engine (all of it may be shown to clients)."""
+
+    model_name: str
+    model_path: str
+    context_length: int
+    vocab_size: int
+    max_running_requests: int
+    max_total_tokens: int
+
+
+Prompt = str | Sequence[int]
+OnOutput = Callable[[RequestOutput], None]
+
+
+class FrontDoor(Protocol):
+    """What a server may call. Thread-safe."""
+
+    @property
+    def info(self) -> EngineInfo: ...
+
+    @property
+    def is_healthy(self) -> bool: ...
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams, on_output: OnOutput, *, request_id: str | None = None
+    ) -> str:
+        """Queues a request and returns its id; tokenises a string prompt in the calling thread.
+
+        ``on_output`` is called from the engine's thread and must neither block nor raise.
+
+        Raises:
+          RequestError: the prompt is empty, too long for the context with max_tokens, or has ids
+            outside the vocabulary; a duplicate request_id.
+          QueueFullError: max_queued_requests are waiting.
+          EngineDeadError: the engine has stopped.
+        """
+        ...
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request soon; its last event says "abort". An unknown or finished id is ignored."""
+        ...
