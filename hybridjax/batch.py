@@ -50,6 +50,7 @@ class Batch:
       logit_rows: int32[R] rows whose logits are wanted.
       parent, depth: int32[N] reserved for VERIFY: the tree's parent row and depth of each node.
       mode: the static mode.
+      whole_length: tokens per sequence of a WHOLE batch, before padding to tiles; static.
     """
 
     tokens: jax.Array
@@ -62,6 +63,27 @@ class Batch:
     parent: jax.Array | None = None
     depth: jax.Array | None = None
     mode: Mode = _static(default=Mode.PREFILL)
+    whole_length: int = _static(default=0)
+
+    @classmethod
+    def whole(cls, input_ids: jax.Array) -> "Batch":
+        """A WHOLE batch from int32[B, L] ids, each sequence padded to tiles."""
+        sequences, length = input_ids.shape
+        padded = -(-length // TILE) * TILE
+        index = jnp.arange(padded, dtype=jnp.int32)
+        ids = jnp.pad(input_ids.astype(jnp.int32), ((0, 0), (0, padded - length)))
+        empty = jnp.zeros((sequences,), jnp.int32)
+        return cls(
+            tokens=ids.reshape(-1),
+            positions=jnp.tile(jnp.where(index < length, index, -1), sequences),
+            tile_sequence=jnp.repeat(jnp.arange(sequences, dtype=jnp.int32), padded // TILE),
+            context_length=jnp.full((sequences,), length, jnp.int32),
+            slot=empty,
+            page_table=jnp.zeros((sequences, 0), jnp.int32),
+            logit_rows=jnp.zeros((0,), jnp.int32),
+            mode=Mode.WHOLE,
+            whole_length=length,
+        )
 
     @property
     def row_sequence(self) -> jax.Array:
@@ -76,14 +98,14 @@ class Batch:
 class PagedCache:
     """Keys and values of one attention layer for all sequences, addressed by page.
 
-    ``compressed`` entry c of page p is the mean of the ``2 * stride`` keys that end with that page's
-    (c + 1) * stride-th token; ``coarse`` is the mean of the two blocks that end with each block. Both
-    are filed under the page in which their window ENDS, so a page's content depends only on tokens up
-    to its own end and a page can be shared by sequences that diverge after it.
+    A page is one sparse block. ``compressed`` entry c of a page is the mean of the 2 * stride keys that
+    end with the page's (c + 1) * stride-th token; ``coarse`` is the mean of all keys of the page and the
+    page before it. Both are filed under the page in which their window ENDS, so a page's content
+    depends only on tokens up to its own end and can be shared by sequences that diverge after it.
 
-    Fields (G key/value heads of size D; stride = block / 4):
-      keys, values: [pages, G, page_size, D] in the model dtype.
-      compressed: [pages, G, page_size / stride, D]; coarse: [pages, G, page_size / block, D].
+    Fields (G key/value heads of size D; stride = page_size / 4), all in the model dtype:
+      keys, values: [pages, G, page_size, D].
+      compressed: [pages, G, 4, D]; coarse: [pages, G, D].
     """
 
     keys: jax.Array

@@ -1,14 +1,11 @@
 """A closed set of named things: architectures, experiments, op implementations."""
 
 from collections.abc import Callable, Iterator
-from typing import Generic, TypeVar
 
 from hybridjax.errors import ConfigError
 
-T = TypeVar("T")
 
-
-class Registry(Generic[T]):
+class Registry[T]:
     """Maps names to objects; an unknown name raises an error that lists the known ones."""
 
     def __init__(self, kind: str):

@@ -4,9 +4,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from typing import Any, TypeVar
-
-C = TypeVar("C")
+from typing import Any
 
 
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
@@ -30,7 +28,7 @@ def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
         )
 
 
-def from_flags(config: type[C], namespace: argparse.Namespace) -> C:
+def from_flags[C](config: type[C], namespace: argparse.Namespace) -> C:
     """The dataclass from parsed flags; raises ConfigError for values that cannot work."""
     names = [f.name for f in dataclasses.fields(config)]  # pyright: ignore[reportArgumentType]
     return config(**{name: getattr(namespace, name) for name in names})

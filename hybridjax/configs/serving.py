@@ -40,14 +40,14 @@ class EngineConfig:
     chunked_prefill_size: int = _field(
         2048, "prompt tokens computed per prefill step; rounded to whole pages; -1: whole prompts"
     )
-    page_size: int = _field(64, "tokens per K/V page; a multiple of the model's sparse block")
+    page_size: int | None = _field(None, "tokens per K/V page (default, and often all it allows: the model's)")
     num_continuous_decode_steps: int = _field(4, "decode steps that run per dispatch")
     disable_overlap_schedule: bool = _field(
         False, "wait for each step's tokens before launching the next (for debugging)"
     )
     random_seed: int = _field(0, "seed of requests that name none")
     implementation: str | None = _field(
-        None, "force one op implementation (default: the fastest that supports the device)"
+        None, "op=name[,op=name]: force op implementations (default: the fastest that fits the device)"
     )
     compilation_cache_dir: str | None = _field(
         None, "where compiled programs are kept (default: ~/.cache/hybridjax; '' disables)"
@@ -62,9 +62,9 @@ class EngineConfig:
             self.chunked_prefill_size,
             "a positive number of tokens, or -1",
         )
-        for name in ("page_size", "num_continuous_decode_steps", "max_queued_requests"):
+        for name in ("num_continuous_decode_steps", "max_queued_requests"):
             positive_int(name, getattr(self, name))
-        for name in ("context_length", "max_running_requests", "max_total_tokens"):
+        for name in ("context_length", "max_running_requests", "max_total_tokens", "page_size"):
             if getattr(self, name) is not None:
                 positive_int(name, getattr(self, name))
         check(

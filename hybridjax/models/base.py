@@ -1,6 +1,7 @@
 """What every model offers to the engine, the trainer and the checkpoint code."""
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
@@ -8,6 +9,10 @@ import jax
 from hybridjax.batch import Batch, State
 
 Path = tuple[str | int, ...]
+
+# Called with a name such as "layers.3.block_ids" and a value while a model runs: for tests, notebooks
+# and draft models that read hidden states. Under jit the values are tracers.
+Probe = Callable[[str, jax.Array], None]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +50,9 @@ class CausalLM(Protocol):
         """Teacher-forced logits: int32[B, L] -> float32[B, L, vocab]; differentiable."""
         ...
 
-    def forward(self, batch: Batch, state: State | None) -> tuple[jax.Array, State | None]:
+    def forward(
+        self, batch: Batch, state: State | None, probe: Probe | None = None
+    ) -> tuple[jax.Array, State | None]:
         """Hidden states [N, hidden] of every row (before the final norm) and the state after the step."""
         ...
 
@@ -53,15 +60,15 @@ class CausalLM(Protocol):
         """float32[..., vocab] from hidden states [..., hidden]."""
         ...
 
-    def init_state(self, num_pages: int, page_size: int, num_slots: int) -> State:
+    def init_state(self, num_pages: int, num_slots: int) -> State:
         """Zeroed caches; page 0 and slot 0 belong to nobody."""
         ...
 
-    def state_size(self, page_size: int) -> StateSize: ...
+    def state_size(self) -> StateSize: ...
 
     @property
-    def page_multiple(self) -> int:
-        """Pages must hold a multiple of this many tokens."""
+    def page_size(self) -> int:
+        """Tokens per page that the model's attention wants."""
         ...
 
     @classmethod

@@ -1,0 +1,81 @@
+"""The linear mixer of MiniCPM-SALA: SimpleGLA with QK norm, RoPE, output norm and gate."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from hybridjax.batch import Batch, Mode, RecurrentCache
+from hybridjax.configs import MiniCPMSALAConfig
+from hybridjax.layers.linear import Initializer, Linear
+from hybridjax.layers.norm import RMSNorm
+from hybridjax.models.base import Probe
+from hybridjax.ops import gated, rotary, simple_gla_decode, simple_gla_prefill, simple_gla_whole
+from hybridjax.ops.simple_gla import decay_slopes
+
+
+class LightningAttention(nnx.Module):
+    """minicpm_sala 2.1: project, norm q and k per head, rotate, recur, norm over all heads, gate, project.
+
+    The projections q, k, v and (with an output gate) z share one matrix, in this order.
+    """
+
+    def __init__(self, config: MiniCPMSALAConfig, *, init: Initializer, dtype: jnp.dtype, rngs: nnx.Rngs):
+        self.config = config
+        width = config.lightning_nh * config.lightning_head_dim
+        sizes = (width,) * (4 if config.use_output_gate else 3)
+        self.in_proj = Linear(
+            config.hidden_size, sizes, init=init, dtype=dtype, rngs=rngs, axes=("heads", "hidden")
+        )
+        self.o_proj = Linear(
+            width, config.hidden_size, init=init, dtype=dtype, rngs=rngs, axes=("hidden", "heads")
+        )
+        eps = config.rms_norm_eps
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.lightning_head_dim, eps=eps, dtype=dtype)
+            self.k_norm = RMSNorm(config.lightning_head_dim, eps=eps, dtype=dtype)
+        if config.use_output_norm:
+            self.o_norm = RMSNorm(width, eps=eps, dtype=dtype)
+
+    def __call__(
+        self, x: jax.Array, batch: Batch, cache: RecurrentCache | None, probe: Probe | None = None
+    ) -> tuple[jax.Array, RecurrentCache | None]:
+        """x [N, hidden] -> y [N, hidden] and the cache after the step (None in WHOLE mode)."""
+        config = self.config
+        q, k, v, *gate = self.in_proj.split(x)
+        q, k, v = (t.reshape(t.shape[0], config.lightning_nh, -1) for t in (q, k, v))
+        if config.qk_norm:
+            q, k = self.q_norm(q), self.k_norm(k)
+        if config.lightning_use_rope:
+            q, k = (rotary(t, batch.positions, theta=config.rope_theta) for t in (q, k))
+        out, cache = self._recur(q, k, v, batch, cache, probe)
+        out = out.astype(x.dtype).reshape(x.shape[0], -1)
+        if config.use_output_norm:
+            out = self.o_norm(out)
+        if gate:
+            out = gated(out, gate[0])
+        return self.o_proj(out), cache
+
+    def _recur(self, q, k, v, batch: Batch, cache: RecurrentCache | None, probe: Probe | None):
+        slopes = jnp.asarray(decay_slopes(self.config.lightning_nh))
+        scale = self.config.lightning_scale_value
+        if batch.mode is Mode.WHOLE:
+            sequences, length = batch.slot.shape[0], batch.whole_length
+            q, k, v = (t.reshape(sequences, -1, *t.shape[1:])[:, :length] for t in (q, k, v))
+            out, state = simple_gla_whole(q, k, v, slopes, scale=scale)
+            if probe is not None:
+                probe("state", state)
+            padding = batch.tokens.shape[0] // sequences - length
+            out = jnp.pad(out, ((0, 0), (0, padding), (0, 0), (0, 0)))
+            return out.reshape(-1, *out.shape[2:]), None
+        assert cache is not None
+        if batch.mode is Mode.DECODE:
+            out, pool = simple_gla_decode(
+                q, k, v, slopes, cache.state, batch.slot, batch.positions, scale=scale
+            )
+        elif batch.mode is Mode.PREFILL:
+            out, pool = simple_gla_prefill(
+                q, k, v, slopes, cache.state, batch.slot, batch.tile_sequence, batch.positions, scale=scale
+            )
+        else:
+            raise NotImplementedError(f"SimpleGLA in mode {batch.mode}")
+        return out, RecurrentCache(pool)
