@@ -1,0 +1,180 @@
+"""A request on the host: its token ids, its settings, what it holds, and how far it has got."""
+
+import dataclasses
+from collections.abc import Collection, Sequence
+
+import numpy as np
+
+from hybridjax.errors import RequestError
+from hybridjax.ops.sampling import MAX_DEVICE_STOP_TOKENS
+from hybridjax.serving.api import FinishReason, SamplingParams
+
+
+@dataclasses.dataclass(eq=False)
+class Request:
+    """One accepted request. Written by the scheduler and the engine's thread, read by the runner.
+
+    Where it stands follows from ordered lengths, all in tokens of prompt + completion:
+
+        0 <= cached <= computed <= scheduled <= limit
+
+    It waits while it has no slot, is in prefill while ``scheduled < prompt_length``, and may decode
+    from then on, even before its first token has been read, until ``scheduled == limit``.
+
+    Attributes:
+      prompt_ids: int32[prompt_length], read-only.
+      max_tokens: tokens to generate at most, resolved against the context.
+      seed: 64-bit seed of the request's random stream, resolved.
+      eos_tokens: the model's end tokens that end this request; empty with ignore_eos.
+      stop_tokens: every token id that ends it, eos_tokens first, without repetitions.
+      arrival: when it was accepted, on the engine's clock.
+      cached: tokens that were taken from the prefix cache.
+      computed: tokens in the caches according to results that have been read.
+      scheduled: tokens in the caches once every launched step has run.
+      pages: page ids in order of position, reserved for prompt and completion together.
+      slot: state slot, 0 for none.
+      finish_reason: None until its last event.
+    """
+
+    request_id: str
+    prompt_ids: np.ndarray
+    params: SamplingParams
+    max_tokens: int
+    seed: int
+    eos_tokens: tuple[int, ...] = ()
+    arrival: float = 0.0
+    stop_tokens: tuple[int, ...] = dataclasses.field(init=False)
+    cached: int = 0
+    computed: int = 0
+    scheduled: int = 0
+    pages: list[int] = dataclasses.field(default_factory=list)
+    slot: int = 0
+    finish_reason: FinishReason | None = None
+
+    def __post_init__(self):
+        self.stop_tokens = tuple(dict.fromkeys((*self.eos_tokens, *self.params.stop_token_ids)))
+        self.prompt_ids.flags.writeable = False
+
+    @property
+    def prompt_length(self) -> int:
+        return len(self.prompt_ids)
+
+    @property
+    def limit(self) -> int:
+        """Tokens that are ever in the caches: the last generated token is never fed."""
+        return self.prompt_length + self.max_tokens - 1
+
+    @property
+    def min_position(self) -> int:
+        """Stop tokens are not sampled for positions below this one."""
+        return self.prompt_length + self.params.min_tokens
+
+    @property
+    def device_stop_tokens(self) -> tuple[int, ...]:
+        """The stop tokens that the device looks for; the host looks for all of them."""
+        return self.stop_tokens[:MAX_DEVICE_STOP_TOKENS]
+
+    @property
+    def needs_sampler_reset(self) -> bool:
+        """Whether sampling reads penalty counts or a bias, which must be prepared at admission."""
+        p = self.params
+        penalties = (p.repetition_penalty, p.presence_penalty, p.frequency_penalty)
+        return penalties != (1, 0, 0) or bool(p.logit_bias)
+
+    @property
+    def wants_top_logprobs(self) -> bool:
+        return bool(self.params.logprobs)
+
+    def pages_needed(self, page_size: int) -> int:
+        """Pages for the whole prompt and the whole completion."""
+        return -(-(self.prompt_length + self.max_tokens) // page_size)
+
+
+@dataclasses.dataclass(frozen=True)
+class Limits:
+    """What a request is checked against.
+
+    Attributes:
+      context_length: longest prompt + completion that any request can have.
+      eos_tokens: the model's end tokens.
+    """
+
+    context_length: int
+    vocab_size: int
+    eos_tokens: tuple[int, ...] = ()
+
+
+def make_request(
+    request_id: str,
+    prompt_ids: Sequence[int] | np.ndarray,
+    params: SamplingParams,
+    limits: Limits,
+    *,
+    seed: int,
+    arrival: float = 0.0,
+) -> Request:
+    """Checks a prompt and its settings and resolves what they leave open.
+
+    Raises:
+      RequestError: naming the parameter at fault.
+    """
+    ids = _checked_prompt(prompt_ids, limits)
+    room = limits.context_length - len(ids)
+    if room < 1:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens; the context of {limits.context_length} tokens must also "
+            "hold at least one generated token",
+            param="prompt",
+            code="context_length_exceeded",
+        )
+    max_tokens = room if params.max_tokens is None else params.max_tokens
+    if max_tokens > room:
+        raise RequestError(
+            f"the prompt has {len(ids)} tokens and max_tokens is {max_tokens}, {len(ids) + max_tokens} "
+            f"together; the context holds {limits.context_length} tokens",
+            param="max_tokens",
+            code="context_length_exceeded",
+        )
+    _check_in_vocabulary(params.logit_bias, "logit_bias", limits.vocab_size)
+    _check_in_vocabulary(params.stop_token_ids, "stop_token_ids", limits.vocab_size)
+    request = Request(
+        request_id=request_id,
+        prompt_ids=ids,
+        params=params,
+        max_tokens=max_tokens,
+        seed=seed if params.seed is None else params.seed,
+        eos_tokens=() if params.ignore_eos else limits.eos_tokens,
+        arrival=arrival,
+    )
+    if params.min_tokens > 0 and len(request.stop_tokens) > MAX_DEVICE_STOP_TOKENS:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens} with {len(request.stop_tokens)} stop tokens (the model's "
+            f"and stop_token_ids); with min_tokens at most {MAX_DEVICE_STOP_TOKENS} are possible",
+            param="min_tokens",
+        )
+    return request
+
+
+def _checked_prompt(prompt_ids: Sequence[int] | np.ndarray, limits: Limits) -> np.ndarray:
+    try:
+        ids = np.asarray(prompt_ids)
+    except ValueError:  # nested lists of different lengths
+        ids = np.zeros((0, 0))
+    if ids.size == 0 and ids.ndim == 1:
+        raise RequestError("the prompt is empty; it must have at least one token", param="prompt")
+    if ids.ndim != 1 or ids.dtype.kind not in "iu":
+        raise RequestError("the prompt must be a string or a flat list of token ids", param="prompt")
+    outside = (ids < 0) | (ids >= limits.vocab_size)
+    if outside.any():
+        where = int(np.argmax(outside))
+        raise RequestError(
+            f"prompt token {where} is {int(ids[where])}; token ids are 0..{limits.vocab_size - 1}",
+            param="prompt",
+        )
+    return np.array(ids, np.int32)
+
+
+def _check_in_vocabulary(tokens: Collection[int], name: str, vocab_size: int) -> None:
+    for token in tokens:
+        if token >= vocab_size:
+            raise RequestError(f"{name} has token {token}; token ids are 0..{vocab_size - 1}", param=name)
