@@ -40,7 +40,7 @@ class EngineConfig:
     chunked_prefill_size: int = _field(
         2048, "prompt tokens computed per prefill step; rounded to whole pages; -1: whole prompts"
     )
-    page_size: int | None = _field(None, "tokens per K/V page (default, and often all it allows: the model's)")
+    page_size: int | None = _field(None, "tokens per K/V page (default: the model's sparse block)")
     num_continuous_decode_steps: int = _field(4, "decode steps that run per dispatch")
     disable_overlap_schedule: bool = _field(
         False, "wait for each step's tokens before launching the next (for debugging)"

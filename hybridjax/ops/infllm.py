@@ -183,14 +183,7 @@ def _select_blocks(
     score = functools.partial(block_scores, block_size=config.block_size, scale=scale)
 
     def one(q, table, position):
-        scores = block_scores(
-            q[None],
-            compressed[table],
-            coarse[table],
-            position[None],
-            block_size=config.block_size,
-            scale=scale,
-        )
+        scores = score(q[None], compressed[table], coarse[table], position[None])
         return choose_blocks(scores, position[None], config)[0]
 
     return jax.vmap(one)(q, page_table[row_sequence], positions)
@@ -203,14 +196,11 @@ def _select_blocks_tiled(
     if not selects(page_table, config):
         return _select_blocks(q, compressed, coarse, page_table, row_sequence, positions, config, scale=scale)
     tiles = q.shape[0] // TILE
-
     score = functools.partial(block_scores, block_size=config.block_size, scale=scale)
 
     def one(tile):
         q, table, positions = tile
-        scores = block_scores(
-            q, compressed[table], coarse[table], positions, block_size=config.block_size, scale=scale
-        )
+        scores = score(q, compressed[table], coarse[table], positions)
         return choose_blocks(scores, positions, config)
 
     per_tile = TILE * q.shape[1] * page_table.shape[1] * PER_BLOCK * 4

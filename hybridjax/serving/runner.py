@@ -1,0 +1,253 @@
+"""The device side of the engine: from plans to launched programs, from outputs to results."""
+
+import concurrent.futures
+import dataclasses
+import functools
+import logging
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from tqdm import tqdm
+
+from hybridjax.batch import TILE
+from hybridjax.configs import EngineConfig
+from hybridjax.ops.dispatch import override
+from hybridjax.ops.sampling import init_sampler_state, neutral_rows, reset_slot, seed_words
+from hybridjax.serving.api import MAX_LOGIT_BIAS
+from hybridjax.serving.plan import PrefillPlan, StepResult
+from hybridjax.serving.programs import STEPS, Bucket, DeviceState, StepOutput
+from hybridjax.serving.request import Request
+from hybridjax.serving.sizing import PoolSizes, buckets, prefill_tiles
+
+logger = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Launched:
+    """A step under way: its output on the device and how to read it."""
+
+    output: StepOutput
+    columns: list[int]
+    num_steps: int
+    wants_top: bool
+
+
+class ModelRunner:
+    """Runs a model for the engine. Implements plan.Runner; called from one thread only.
+
+    Owns the parameters (split off the module once) and the ``DeviceState``, which every launch donates
+    and replaces. A launch returns before the device has finished; results are copied to the host in
+    the background and read later.
+
+    Args:
+      model: a CausalLM.
+      config: engine settings.
+      sizes: pool sizes.
+      progress: show a progress bar while compiling.
+    """
+
+    def __init__(self, model: Any, config: EngineConfig, sizes: PoolSizes, *, progress: bool | None = None):
+        self.config = config
+        self.sizes = sizes
+        self.num_pages, self.num_slots = sizes.num_pages, sizes.num_slots
+        self.page_size = sizes.page_size
+        self.max_decode_rows = sizes.max_running_requests
+        self.max_prefill_tiles = prefill_tiles(config, sizes)
+        self.vocab_size = model.config.vocab_size
+        self.context_length = sizes.context_length
+        self._graph, self._parameters = nnx.split(model, nnx.Param)
+        self._init_caches = functools.partial(model.init_state, sizes.num_pages, sizes.num_slots)
+        self._make_state = jax.jit(self._new_state)
+        self._state: DeviceState | None = self._make_state()
+        self._buckets = buckets(config, sizes)
+        self._programs: dict[Bucket, Any] = {}
+        self._reset = jax.jit(reset_slot, donate_argnums=0)
+        if not config.skip_server_warmup:
+            self._compile_all(progress)
+
+    def admit(self, request: Request) -> None:
+        """Prepares the slot's penalty counts and bias; see plan.Runner."""
+        if not request.needs_sampler_reset:
+            return
+        state = self._live_state()
+        prompt = np.full(self.vocab_size, -1, np.int32)
+        seen = np.unique(request.prompt_ids)
+        prompt[: len(seen)] = seen
+        ids, values = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
+        bias = request.params.logit_bias
+        ids[: len(bias)] = list(bias)
+        values[: len(bias)] = list(bias.values())
+        sampler = self._reset(state.sampler, np.int32(request.slot), prompt, ids, values)
+        self._state = DeviceState(state.caches, sampler)
+
+    def launch(self, plan: Any) -> Launched:
+        """Dispatches a step; see plan.Runner."""
+        if isinstance(plan, PrefillPlan):
+            bucket, fields, columns = self._prefill_inputs(plan)
+        else:
+            bucket, fields, columns = self._decode_inputs(plan)
+        program = self._programs.get(bucket) or self._compile(bucket)
+        state, self._state = self._live_state(), None
+        output, self._state = program(self._parameters, state, fields[""])
+        wants_top = any(row.request.wants_top_logprobs for row in plan.rows)
+        output.tokens.copy_to_host_async()
+        output.logprobs.copy_to_host_async()
+        return Launched(output, columns, plan.num_steps, wants_top)
+
+    def read(self, handle: Launched) -> StepResult:
+        """Blocks until the step is done; see plan.Runner."""
+        out, pick = handle.output, np.s_[: handle.num_steps, handle.columns]
+        top = (None, None)
+        if handle.wants_top:
+            top = np.asarray(out.top_ids)[pick], np.asarray(out.top_logprobs)[pick]
+        return StepResult(np.asarray(out.tokens)[pick], np.asarray(out.logprobs)[pick], *top)
+
+    def recover(self) -> bool:
+        """Makes new, empty state after a failed step; see plan.Runner."""
+        try:
+            self._drop_state()
+            self._state = jax.block_until_ready(self._make_state())
+        except Exception:
+            logger.exception("the device state could not be made anew")
+            return False
+        return True
+
+    def close(self) -> None:
+        """Frees the device arrays; idempotent."""
+        self._drop_state()
+        for leaf in jax.tree.leaves(self._parameters):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._programs.clear()
+
+    def slot_state(self, slot: int) -> list[np.ndarray]:
+        """Copies of a slot's recurrent states, one per linear layer, for tests and notebooks."""
+        caches = self._live_state().caches
+        return [np.asarray(c.state[slot]) for c in caches if hasattr(c, "state")]
+
+    def _new_state(self) -> DeviceState:
+        return DeviceState(self._init_caches(), init_sampler_state(self.num_slots, self.vocab_size))
+
+    def _live_state(self) -> DeviceState:
+        if self._state is None:
+            raise RuntimeError("the device state was lost in a failed step")
+        return self._state
+
+    def _drop_state(self) -> None:
+        for leaf in jax.tree.leaves(self._state):
+            if not leaf.is_deleted():
+                leaf.delete()
+        self._state = None
+
+    def _bucket(self, mode: str, rows: int, pages: int) -> Bucket:
+        """The smallest compiled shape that holds this many tiles or rows and page columns."""
+        return next(b for b in self._buckets if b.mode == mode and b.rows >= rows and b.pages >= pages)
+
+    def _prefill_inputs(self, plan: PrefillPlan) -> tuple[Bucket, dict[str, np.ndarray], list[int]]:
+        tiles = [-(-(row.end - row.start) // TILE) for row in plan.rows]
+        pages = max(-(-row.end // self.page_size) for row in plan.rows)
+        bucket = self._bucket("prefill", sum(tiles), pages)
+        fields = bucket.layout.empty()
+        _fill_sampling(fields, [row.request for row in plan.rows])
+        fields["positions"][:] = -1
+        fields["tile_sequence"][sum(tiles) :] = bucket.rows - 1
+        first = 0
+        for i, (row, count) in enumerate(zip(plan.rows, tiles)):
+            begin, length = first * TILE, row.end - row.start
+            fields["tokens"][begin : begin + length] = row.request.prompt_ids[row.start : row.end]
+            fields["positions"][begin : begin + length] = np.arange(row.start, row.end)
+            fields["tile_sequence"][first : first + count] = i
+            fields["logit_rows"][i] = begin + length - 1
+            fields["emits"][i] = row.is_last
+            fields["context_length"][i] = row.end
+            _fill_pages(fields, i, row.request, -(-row.end // self.page_size))
+            first += count
+        return bucket, fields, list(range(len(plan.rows)))
+
+    def _decode_inputs(self, plan: Any) -> tuple[Bucket, dict[str, np.ndarray], list[int]]:
+        pages = max(-(-(row.position + row.steps) // self.page_size) for row in plan.rows)
+        bucket = self._bucket("decode", len(plan.rows), pages)
+        fields = bucket.layout.empty()
+        _fill_sampling(fields, [row.request for row in plan.rows])
+        fields["positions"][:] = -1
+        fields["num_steps"][...] = plan.num_steps
+        for i, row in enumerate(plan.rows):
+            fields["positions"][i] = row.position
+            fields["steps"][i] = row.steps
+            _fill_pages(fields, i, row.request, -(-(row.position + row.steps) // self.page_size))
+        return bucket, fields, list(range(len(plan.rows)))
+
+    def _compile(self, bucket: Bucket) -> Any:
+        step = functools.partial(STEPS[bucket.mode], self._graph, bucket)
+        shapes = jax.tree.map(_abstract, (self._parameters, self._live_state()))
+        buffer = jax.ShapeDtypeStruct((bucket.layout.size,), jnp.int32)
+        with override(self.config.implementation):
+            program = jax.jit(step, donate_argnums=1).lower(*shapes, buffer).compile()
+        self._programs[bucket] = program
+        return program
+
+    def _compile_all(self, progress: bool | None) -> None:
+        hidden = not sys.stderr.isatty() if progress is None else not progress
+        workers = min(len(self._buckets), os.cpu_count() or 1)
+        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+            jobs = [pool.submit(self._compile, bucket) for bucket in self._buckets]
+            done: Iterable[Any] = concurrent.futures.as_completed(jobs)
+            for job in tqdm(done, total=len(jobs), desc="compiling", unit="program", disable=hidden):
+                job.result()
+
+
+def enable_compilation_cache(directory: str | None) -> None:
+    """Keeps compiled programs between starts; None: ~/.cache/hybridjax, '': nowhere."""
+    if directory == "":
+        return
+    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    path = Path(directory) if directory else base / "hybridjax" / "xla"
+    jax.config.update("jax_compilation_cache_dir", str(path))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
+
+
+def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _fill_pages(fields: dict[str, np.ndarray], row: int, request: Request, count: int) -> None:
+    fields["page_table"][row, :count] = request.pages[:count]
+
+
+def _fill_sampling(fields: dict[str, np.ndarray], requests: list[Request]) -> None:
+    """Slots, stop tokens and sampling settings of each row; neutral settings for padding."""
+    for name, value in _neutral(len(fields["slot"])).items():
+        fields[name][:] = value
+    fields["stop_tokens"][:] = -1
+    for i, request in enumerate(requests):
+        params = request.params
+        fields["slot"][i] = request.slot
+        stops = request.device_stop_tokens
+        fields["stop_tokens"][i, : len(stops)] = stops
+        fields["min_position"][i] = request.min_position
+        fields["seed"][i] = seed_words(request.seed)
+        fields["use_bias"][i] = bool(params.logit_bias)
+        fields["want_top"][i] = request.wants_top_logprobs
+        for name in (
+            "temperature",
+            "top_k",
+            "top_p",
+            "min_p",
+            "repetition_penalty",
+            "presence_penalty",
+            "frequency_penalty",
+        ):
+            fields[name][i] = getattr(params, name)
+
+
+@functools.lru_cache(maxsize=64)
+def _neutral(rows: int) -> dict[str, np.ndarray]:
+    settings = neutral_rows(rows)
+    return {f.name: np.asarray(getattr(settings, f.name)) for f in dataclasses.fields(settings)}
