@@ -1,0 +1,89 @@
+"""``python -m hybridjax.serve``: the OpenAI-compatible server."""
+
+import argparse
+import dataclasses
+import json
+import logging
+import shlex
+import socket
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from hybridjax.configs.flags import add_flags, from_flags
+from hybridjax.configs.serving import EngineConfig, ServerConfig
+from hybridjax.errors import HybridJaxError
+from hybridjax.serving.http.app import create_app
+from hybridjax.serving.http.server import HttpServer, listen, reserve
+
+logger = logging.getLogger("hybridjax.serve")
+
+LOOPBACK = ("127.0.0.1", "::1", "localhost")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until SIGTERM or SIGINT.
+
+    Returns:
+      0 after a drain, 2 when a setting, the checkpoint or the port cannot work.
+    """
+    parser = argparse.ArgumentParser(
+        prog="python -m hybridjax.serve",
+        description="Serves a model through the OpenAI API.",
+        allow_abbrev=False,
+    )
+    add_flags(parser, ServerConfig)
+    namespace = parser.parse_args(argv)
+    try:
+        return run(from_flags(ServerConfig, namespace), build_engine)
+    except HybridJaxError as error:
+        print(f"hybridjax.serve: error: {' '.join(str(error).split())}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+
+
+def build_engine(config: ServerConfig) -> Any:
+    # Everything that can be said about the flags is said before jax is imported.
+    from hybridjax.serving import Engine
+
+    fields = {f.name: getattr(config, f.name) for f in dataclasses.fields(EngineConfig)}
+    return Engine(fields.pop("model_path"), **fields)
+
+
+def run(config: ServerConfig, make_engine: Callable[[ServerConfig], Any]) -> int:
+    """Reserves the port, builds the engine, opens the port, serves, drains, shuts the engine down."""
+    level = getattr(logging, config.log_level.upper())
+    logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    with reserve(config.host, config.port) as sock:
+        engine = make_engine(config)
+        try:
+            app = create_app(engine, engine.tokenizer, config)
+            listen(sock)
+            server = HttpServer(app, config, on_ready=lambda: _announce(config, sock, engine))
+            server.run(sockets=[sock])
+        finally:
+            engine.shutdown()
+    return 0
+
+
+def _announce(config: ServerConfig, sock: socket.socket, engine: Any) -> None:
+    host, port = sock.getsockname()[:2]
+    if host not in LOOPBACK:
+        logger.warning("anybody who can reach %s may use this server; there is no authentication", host)
+    reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    url = f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
+    name = config.served_model_name or engine.info.model_name
+    path, body = "/v1/completions", {"model": name, "prompt": [1, 2, 3], "max_tokens": 32}
+    if engine.tokenizer is not None:
+        body["prompt"] = "Once upon a time"
+        if engine.tokenizer.has_chat_template:
+            path = "/v1/chat/completions"
+            body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
+    example = shlex.quote(json.dumps(body))
+    print(f"hybridjax is ready: {name} at {url}", flush=True)
+    print(f"curl {url}{path} -H 'Content-Type: application/json' -d {example}", flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,171 @@
+"""The routes."""
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.responses import JSONResponse
+from pydantic.json_schema import models_json_schema
+from starlette.responses import Response
+
+from hybridjax.configs.serving import ServerConfig
+from hybridjax.errors import EngineDeadError, ModelNotFoundError, RequestError
+from hybridjax.serving.api import FrontDoor
+from hybridjax.serving.http import errors
+from hybridjax.serving.http.bodies import Bodies, ChatBodies, CompletionBodies, TextTokenizer, TokenTexts
+from hybridjax.serving.http.errors import DrainingError, UnsupportedMediaTypeError
+from hybridjax.serving.http.generation import Lifecycle
+from hybridjax.serving.http.middleware import BodyLimit, RequestLog
+from hybridjax.serving.http.parsing import parse, show
+from hybridjax.serving.http.protocol import (
+    MAX_PROMPTS,
+    ChatCompletionRequest,
+    CompletionRequest,
+    GenerationRequest,
+)
+from hybridjax.serving.http.respond import GenerationResponse
+
+
+def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: ServerConfig) -> FastAPI:
+    """The OpenAI-compatible application over an engine that is ready.
+
+    Args:
+      engine: takes the requests.
+      tokenizer: None serves prompts of token ids only, and answers with token ids.
+      config: names the model and bounds the body.
+
+    Returns:
+      The ASGI application; its ``state.lifecycle`` is what a server drains.
+    """
+    service = _Service(engine, tokenizer, config)
+    app = FastAPI(title="hybridjax", docs_url=None, redoc_url=None, redirect_slashes=False)
+    app.state.lifecycle = service.lifecycle
+    errors.install(app)
+    app.add_middleware(BodyLimit, limit=config.max_request_bytes)
+    app.add_middleware(RequestLog)
+
+    def route(path: str, endpoint: Callable[..., Any], method: str, **documented: Any) -> None:
+        app.add_api_route(path, endpoint, methods=[method], response_model=None, **documented)
+
+    route("/v1/completions", service.completions, "POST", openapi_extra=_documented(CompletionRequest))
+    route("/v1/chat/completions", service.chat, "POST", openapi_extra=_documented(ChatCompletionRequest))
+    route("/v1/models", service.models, "GET")
+    route("/v1/models/{model_id:path}", service.model, "GET")
+    route("/health", service.health, "GET")
+    route("/health", service.health, "HEAD", include_in_schema=False)
+    _document_schemas(app)
+    return app
+
+
+class _Service:
+    def __init__(self, engine: FrontDoor, tokenizer: TextTokenizer | None, config: ServerConfig):
+        self.lifecycle = Lifecycle()
+        self._engine = engine
+        self._tokenizer = tokenizer
+        self._texts = TokenTexts(tokenizer)
+        self._name = config.served_model_name or engine.info.model_name
+        self._max_completions = min(MAX_PROMPTS, config.max_queued_requests)
+        self._created = int(time.time())
+
+    async def completions(self, request: Request) -> Response:
+        body = parse(await _json_body(request), CompletionRequest)
+        self._check_model(body.model)
+        wanted = len(body.prompt) * body.n
+        if wanted > self._max_completions:
+            raise RequestError(
+                f"prompts x n asks for {wanted} completions; at most {self._max_completions} per request",
+                param="prompt",
+            )
+        return self._generate(body, lambda: self._prepare_completions(body))
+
+    async def chat(self, request: Request) -> Response:
+        body = parse(await _json_body(request), ChatCompletionRequest)
+        self._check_model(body.model)
+        return self._generate(body, lambda: self._prepare_chat(body))
+
+    async def models(self) -> dict[str, Any]:
+        return {"object": "list", "data": [self._card()]}
+
+    async def model(self, model_id: str) -> dict[str, Any]:
+        if not model_id:
+            raise ModelNotFoundError("the path names no model", param="model")
+        self._check_model(model_id)
+        return self._card()
+
+    async def health(self) -> Response:
+        if self.lifecycle.draining:
+            raise DrainingError("the server is shutting down")
+        if not self._engine.is_healthy:
+            raise EngineDeadError("the engine is not healthy")
+        return JSONResponse({"status": "ok"})
+
+    def _card(self) -> dict[str, Any]:
+        info = self._engine.info
+        card = {"id": self._name, "object": "model", "created": self._created, "owned_by": "hybridjax"}
+        return card | {"root": info.model_path, "max_model_len": info.context_length}
+
+    def _check_model(self, name: str) -> None:
+        if name not in ("", self._name):
+            raise ModelNotFoundError(
+                f"the model {show(name)} does not exist here; this server serves {self._name!r}",
+                param="model",
+            )
+
+    def _generate(self, body: GenerationRequest, prepare: Callable[[], Any]) -> Response:
+        if self._tokenizer is None and body.stop:
+            raise RequestError("stop needs a tokenizer, which this server lacks", param="stop")
+        token_ids = body.return_token_ids or self._tokenizer is None
+        return GenerationResponse(self._engine, self.lifecycle, self._name, body, prepare, token_ids)
+
+    def _prepare_completions(self, body: CompletionRequest) -> tuple[list[list[int]], Bodies]:
+        texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
+        ids = [prompt for prompt in body.prompt if not isinstance(prompt, str)]
+        tokenizer = self._tokenizer
+        if tokenizer is None:
+            if texts:
+                raise RequestError("this server has no tokenizer; send token ids", param="prompt")
+            if body.echo:
+                raise RequestError("echo needs a tokenizer, which this server lacks", param="echo")
+            return ids, CompletionBodies(body, self._texts, ())
+        prompts = ids or [tokenizer.encode(text, add_special_tokens=True) for text in texts]
+        echoes = texts if texts or not body.echo else [tokenizer.decode(prompt) for prompt in ids]
+        return prompts, CompletionBodies(body, self._texts, echoes)
+
+    def _prepare_chat(self, body: ChatCompletionRequest) -> tuple[list[list[int]], Bodies]:
+        tokenizer = self._tokenizer
+        if tokenizer is None or not tokenizer.has_chat_template:
+            lacks = "tokenizer" if tokenizer is None else "chat template"
+            raise RequestError(f"this server has no {lacks}; use /v1/completions", param="messages")
+        messages = [message.for_template() for message in body.messages]
+        text = tokenizer.render_chat(messages, add_generation_prompt=True, **body.chat_template_kwargs)
+        # Templates write the special tokens themselves.
+        return [tokenizer.encode(text, add_special_tokens=False)], ChatBodies(body, self._texts)
+
+
+async def _json_body(request: Request) -> bytes:
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # Browsers let any page post forms and plain text to a local port; JSON they ask about first.
+    if media_type != "application/json":
+        raise UnsupportedMediaTypeError(f"content-type is {show(media_type)}; it must be application/json")
+    return await request.body()
+
+
+def _documented(schema: type[GenerationRequest]) -> dict[str, Any]:
+    reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
+    return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
+
+
+def _document_schemas(app: FastAPI) -> None:
+    generate = app.openapi
+
+    def openapi() -> dict[str, Any]:
+        if app.openapi_schema is None:
+            _, schemas = models_json_schema(
+                [(CompletionRequest, "validation"), (ChatCompletionRequest, "validation")],
+                ref_template="#/components/schemas/{model}",
+            )
+            generate().setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])
+        return generate()
+
+    app.openapi = openapi

@@ -1,0 +1,197 @@
+"""From the engine's thread to the event loop: the engine requests behind one HTTP request."""
+
+import asyncio
+import dataclasses
+import logging
+import threading
+from collections.abc import Sequence
+from functools import partial
+
+from hybridjax.errors import HybridJaxError
+from hybridjax.serving.api import FrontDoor, RequestOutput, SamplingParams, TokenLogprob
+from hybridjax.serving.http.errors import DrainingError
+
+logger = logging.getLogger("hybridjax.http")
+
+ABORT_GRACE = 5.0
+
+
+class ClientGoneError(HybridJaxError):
+    """Nobody waits for the answer any more."""
+
+
+class _Choice:
+    """One engine request, and what it produced since the reader last looked."""
+
+    def __init__(self, request_id: str):
+        self.request_id = request_id
+        self.submitted = self.finished = self.aborted = False
+        self.last: RequestOutput | None = None
+        self._clear()
+
+    def _clear(self) -> None:
+        self._token_ids: list[int] = []
+        self._text: list[str] = []
+        self._logprobs: list[TokenLogprob] = []
+
+    def add(self, output: RequestOutput) -> None:
+        self.last = output
+        self.finished = output.finish_reason is not None
+        self._token_ids.extend(output.token_ids)
+        if output.text:
+            self._text.append(output.text)
+        self._logprobs.extend(output.logprobs or ())
+
+    def take(self) -> RequestOutput:
+        """All events since the last take as one."""
+        assert self.last is not None
+        merged = dataclasses.replace(
+            self.last,
+            token_ids=tuple(self._token_ids),
+            text="".join(self._text),
+            logprobs=tuple(self._logprobs) or None,
+        )
+        self._clear()
+        return merged
+
+
+class Generation:
+    """The engine requests of one HTTP request: started together, aborted together, each at most once.
+
+    Events that the reader has no time for are merged, so what waits here is never more than the
+    completions themselves.
+    """
+
+    def __init__(self, engine: FrontDoor, request_id: str, *, incremental: bool):
+        """Belongs to the running event loop.
+
+        Args:
+          engine: takes the requests.
+          request_id: prefix of the engine requests' ids.
+          incremental: wake the reader at every event, not only when all is finished.
+        """
+        self.request_id = request_id
+        self._engine = engine
+        self._incremental = incremental
+        self._loop = asyncio.get_running_loop()
+        self._lock = threading.Lock()
+        self._wake = asyncio.Event()
+        self._wake_scheduled = False
+        self._choices: list[_Choice] = []
+        # Choices with something to take, in the order of their first event.
+        self._ready: dict[int, _Choice] = {}
+        self._delivered = 0
+        self._closed = False
+
+    def submit(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:
+        """Starts one choice per request; called once, from a worker thread. Raises what the engine raises."""
+        self._choices = [_Choice(f"{self.request_id}-{index}") for index in range(len(requests))]
+        for index, (choice, (prompt, params)) in enumerate(zip(self._choices, requests, strict=True)):
+            if self._closed:
+                return
+            self._engine.submit(prompt, params, partial(self._on_output, index), request_id=choice.request_id)
+            with self._lock:
+                choice.submitted = True
+                late = self._closed and not choice.finished
+                choice.aborted = late
+            if late:
+                self._engine.abort(choice.request_id)
+
+    async def next(self) -> list[tuple[int, RequestOutput]]:
+        """What is new, one merged event per choice; empty after the last. Raises ClientGoneError."""
+        while self._delivered < len(self._choices):
+            await self._wake.wait()
+            with self._lock:
+                self._wake.clear()
+                self._wake_scheduled = False
+                if self._closed:
+                    raise ClientGoneError
+                news = [(index, choice.take()) for index, choice in self._ready.items()]
+                self._ready = {}
+            self._delivered += sum(output.finish_reason is not None for _, output in news)
+            if news:
+                return news
+        return []
+
+    def abort(self) -> int:
+        """Ends what still runs; the last events still arrive. Returns the number of aborted choices."""
+        with self._lock:
+            running = [c for c in self._choices if c.submitted and not c.finished and not c.aborted]
+            for choice in running:
+                choice.aborted = True
+        for choice in running:
+            self._engine.abort(choice.request_id)
+        return len(running)
+
+    def close(self) -> None:
+        """Ends what still runs and forgets what arrives from now on. May be called again."""
+        with self._lock:
+            self._closed = True
+            self._ready = {}
+        aborted = self.abort()
+        self._wake.set()
+        if aborted:
+            logger.info("%s aborted %d of %d", self.request_id, aborted, len(self._choices))
+
+    def _on_output(self, index: int, output: RequestOutput) -> None:
+        with self._lock:
+            choice = self._choices[index]
+            if choice.finished:
+                return
+            if self._closed:
+                choice.finished = output.finish_reason is not None
+                return
+            choice.add(output)
+            self._ready[index] = choice
+            if self._wake_scheduled or not self._worth_waking(output):
+                return
+            self._wake_scheduled = True
+        try:
+            self._loop.call_soon_threadsafe(self._wake.set)
+        except RuntimeError:
+            # The loop is closed: nobody reads any more.
+            return
+
+    def _worth_waking(self, output: RequestOutput) -> bool:
+        if self._incremental or output.finish_reason == "error":
+            return True
+        return all(choice.finished for choice in self._choices)
+
+
+class Lifecycle:
+    """Whether requests are taken, and which are running. Used on the event loop only."""
+
+    def __init__(self):
+        self.draining = False
+        self.running: set[Generation] = set()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    def enter(self, generation: Generation) -> None:
+        if self.draining:
+            raise DrainingError("the server is shutting down and takes no new requests")
+        self.running.add(generation)
+        self._idle.clear()
+
+    def leave(self, generation: Generation) -> None:
+        self.running.discard(generation)
+        if not self.running:
+            self._idle.set()
+
+    async def drain(self, timeout: float) -> None:
+        """Takes no new requests, lets running ones finish for ``timeout`` seconds, aborts the rest."""
+        self.draining = True
+        logger.info("draining: %d requests have %g s to finish", len(self.running), timeout)
+        if await self._idle_within(timeout):
+            return
+        aborted = sum(generation.abort() for generation in self.running)
+        logger.warning("drain timeout: aborted %d completions", aborted)
+        await self._idle_within(ABORT_GRACE)
+
+    async def _idle_within(self, timeout: float) -> bool:
+        try:
+            async with asyncio.timeout(timeout):
+                await self._idle.wait()
+        except TimeoutError:
+            return False
+        return True

@@ -1,0 +1,52 @@
+"""From the bytes of a body to a checked request."""
+
+import reprlib
+from typing import Any
+
+from pydantic import ValidationError
+from pydantic_core import ErrorDetails, from_json
+
+from hybridjax.errors import RequestError
+from hybridjax.serving.http.protocol import GenerationRequest, refuse_unsupported
+
+SHOWN = 100
+_repr = reprlib.Repr(maxstring=SHOWN, maxother=SHOWN, maxlist=8, maxdict=8, maxlevel=3, maxlong=SHOWN)
+
+
+def parse[R: GenerationRequest](body: bytes, schema: type[R]) -> R:
+    """Reads a JSON body; raises RequestError naming the field, its value and what is allowed."""
+    try:
+        # Its nesting limit and its refusal of NaN and lone surrogates are why this is not json.loads.
+        raw = from_json(body, allow_inf_nan=False)
+    except ValueError as error:
+        raise RequestError(f"the body is not valid JSON: {error}", code="invalid_json") from None
+    if not isinstance(raw, dict):
+        raise RequestError(f"the body is {show(raw)}; it must be a JSON object", code="invalid_type")
+    given = {name: value for name, value in raw.items() if value is not None}
+    refuse_unsupported(given, schema)
+    try:
+        return schema.model_validate(given)
+    except ValidationError as error:
+        raise _readable(error.errors(include_url=False)[0]) from None
+
+
+def show(value: Any) -> str:
+    text = _repr.repr(value)
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+
+
+def _readable(error: ErrorDetails) -> RequestError:
+    field = ""
+    for step in error["loc"]:
+        field += f"[{step}]" if isinstance(step, int) else f".{step}" if field else str(step)
+    if error["type"] == "missing":
+        return RequestError(f"{field} is missing", param=field, code="missing_required_parameter")
+    if error["type"] == "value_error":
+        allowed = str(error.get("ctx", {})["error"])
+    else:
+        allowed = error["msg"].replace("Input should", "it must", 1)
+    return RequestError(
+        f"{field} is {show(error['input'])}: {allowed[:1].lower()}{allowed[1:]}",
+        param=field,
+        code="invalid_value",
+    )

@@ -1,0 +1,312 @@
+"""What clients may send: OpenAI's request schemas, bounded, with SGLang's and vLLM's extensions.
+
+A field that is null counts as left out. Fields nobody here knows are ignored, as OpenAI's clients send
+bookkeeping of their own; fields that are known to change the answer but are not supported are refused.
+"""
+
+import re
+from typing import Annotated, Any, Literal
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    WithJsonSchema,
+    model_validator,
+)
+
+from hybridjax.errors import RequestError
+from hybridjax.serving.api import (
+    MAX_LOGIT_BIAS,
+    MAX_STOP_STRINGS,
+    MAX_STOP_TOKENS,
+    MAX_TOP_LOGPROBS,
+    SamplingParams,
+)
+
+MAX_N = 8
+MAX_PROMPTS = 256
+MAX_MESSAGES = 4096
+MAX_PARTS = 1024
+MAX_TEMPLATE_KWARGS = 16
+INT32_MAX = 2**31 - 1
+
+# Names that would collide with the parameters of render_chat itself.
+_RENDER_PARAMETERS = {"self", "messages", "tools", "add_generation_prompt"}
+
+
+def _prompts(value: Any) -> list[str] | list[list[int]]:
+    if isinstance(value, str):
+        return [value]
+    if isinstance(value, list) and value:
+        if _is_token_ids(value):
+            return [value]
+        if set(map(type, value)) == {str} or all(map(_is_token_ids, value)):
+            if len(value) > MAX_PROMPTS:
+                raise ValueError(f"it may hold at most {MAX_PROMPTS} prompts, not {len(value)}")
+            return value
+    raise ValueError(
+        f"it must be a string, a list of token ids, or a list of 1 to {MAX_PROMPTS} strings or token id lists"
+    )
+
+
+def _is_token_ids(value: Any) -> bool:
+    if not isinstance(value, list) or set(map(type, value)) != {int}:
+        return False
+    return min(value) >= 0 and max(value) <= INT32_MAX
+
+
+def _stop_strings(value: Any) -> Any:
+    return [value] if isinstance(value, str) else value
+
+
+def _logit_bias(value: Any) -> Any:
+    if not isinstance(value, dict):
+        raise ValueError("it must map token ids to numbers in -100..100")
+    if len(value) > MAX_LOGIT_BIAS:
+        raise ValueError(f"it may hold at most {MAX_LOGIT_BIAS} entries, not {len(value)}")
+    for key in value:
+        if not re.fullmatch(r"[0-9]{1,10}", key):
+            raise ValueError(f"its keys must be token ids, not {key[:40]!r}")
+    return {int(key): bias for key, bias in value.items()}
+
+
+def _content(value: Any) -> str:
+    if isinstance(value, str):
+        return value
+    if not isinstance(value, list) or not 0 < len(value) <= MAX_PARTS:
+        raise ValueError(f"it must be a string or a list of 1 to {MAX_PARTS} text parts")
+    for index, part in enumerate(value):
+        kind = part.get("type") if isinstance(part, dict) else part
+        if kind != "text":
+            raise ValueError(f"part {index} has the type {str(kind)[:40]!r}; only 'text' parts are supported")
+        if not isinstance(part.get("text"), str):
+            raise ValueError(f"part {index} must have a string named 'text'")
+    return "\n".join(part["text"] for part in value)
+
+
+def _template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
+    for name, kwarg in value.items():
+        if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", name) or name in _RENDER_PARAMETERS:
+            raise ValueError(f"{name[:40]!r} is not allowed")
+        if not isinstance(kwarg, str | int | float | None):
+            raise ValueError(f"the value of {name!r} must be a string, a number, true, false or null")
+    return value
+
+
+Prompts = Annotated[
+    list[str] | list[list[int]],
+    PlainValidator(_prompts),
+    WithJsonSchema(
+        {
+            "anyOf": [
+                {"type": "string"},
+                {"type": "array", "items": {"type": "string"}, "minItems": 1, "maxItems": MAX_PROMPTS},
+                {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                {
+                    "type": "array",
+                    "items": {"type": "array", "items": {"type": "integer"}, "minItems": 1},
+                    "minItems": 1,
+                    "maxItems": MAX_PROMPTS,
+                },
+            ]
+        }
+    ),
+]
+StopString = Annotated[str, Field(min_length=1, max_length=1024)]
+TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
+Bias = Annotated[float, Field(ge=-100, le=100)]
+
+
+class Schema(BaseModel):
+    """No conversions (a string is never a number), no NaN, unknown fields ignored."""
+
+    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+
+
+class StreamOptions(Schema):
+    include_usage: bool = Field(False, description="send a last chunk with the token counts")
+
+
+class GenerationRequest(Schema):
+    """The fields that both endpoints share."""
+
+    model: str = Field("", description="the served model's name; empty: the only one there is")
+    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="tokens to generate at most")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=INT32_MAX, description="OpenAI's newer name of max_tokens"
+    )
+    n: int = Field(1, ge=1, le=MAX_N, description="completions per prompt; each has its own random stream")
+    stream: bool = Field(False, description="answer with server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="only together with stream")
+    temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy")
+    top_p: float = Field(1.0, ge=0, le=1)
+    top_k: int = Field(0, ge=-1, le=INT32_MAX, description="0 or -1: all tokens")
+    min_p: float = Field(0.0, ge=0, le=1)
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="choice i uses seed + i")
+    presence_penalty: float = Field(0.0, ge=-2, le=2)
+    frequency_penalty: float = Field(0.0, ge=-2, le=2)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    logit_bias: Annotated[dict[int, Bias], BeforeValidator(_logit_bias)] = Field({})
+    stop: Annotated[list[StopString], BeforeValidator(_stop_strings)] = Field(
+        [], max_length=MAX_STOP_STRINGS, description="a string or a list of strings that end the completion"
+    )
+    stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKENS)
+    include_stop_str_in_output: bool = False
+    no_stop_trim: bool = Field(False, description="SGLang's name of include_stop_str_in_output")
+    ignore_eos: bool = False
+    min_tokens: int = Field(0, ge=0, le=INT32_MAX)
+    skip_special_tokens: bool = True
+    return_token_ids: bool = Field(False, description="add the generated token_ids to each choice")
+    user: Any = Field(None, description="ignored")
+
+    @property
+    def include_usage(self) -> bool:
+        return self.stream_options is not None and self.stream_options.include_usage
+
+    def sampling_params(self, choice: int) -> SamplingParams:
+        """The parameters of choice 0..n-1 of a prompt; raises RequestError."""
+        limit = self._max_tokens()
+        if limit is not None and self.min_tokens > limit:
+            raise RequestError(
+                f"min_tokens is {self.min_tokens}; it must be at most max_tokens, {limit}", param="min_tokens"
+            )
+        if self.stream_options is not None and not self.stream:
+            raise RequestError("stream_options needs stream to be true", param="stream_options")
+        same = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+        same += ("repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "min_tokens")
+        same += ("stop", "skip_special_tokens")
+        return SamplingParams(
+            max_tokens=limit,
+            seed=None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63,
+            include_stop_str_in_output=self.include_stop_str_in_output or self.no_stop_trim,
+            logprobs=self._logprobs(),
+            **{name: getattr(self, name) for name in same},
+        )
+
+    def _max_tokens(self) -> int | None:
+        old, new = self.max_tokens, self.max_completion_tokens
+        if old is not None and new is not None and old != new:
+            raise RequestError(
+                f"max_tokens is {old} but max_completion_tokens is {new}; give one of them",
+                param="max_tokens",
+            )
+        return new if old is None else old
+
+    def _logprobs(self) -> int | None:
+        raise NotImplementedError
+
+
+class CompletionRequest(GenerationRequest):
+    """The body of POST /v1/completions."""
+
+    prompt: Prompts = Field(description="one prompt or several, as text or token ids")
+    echo: bool = Field(False, description="begin the text with the prompt; not together with logprobs")
+    logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="most likely tokens to report per token"
+    )
+    best_of: int | None = Field(None, description="only n itself is supported")
+
+    def _max_tokens(self) -> int | None:
+        limit = super()._max_tokens()
+        return SamplingParams.max_tokens if limit is None else limit
+
+    def _logprobs(self) -> int | None:
+        if self.echo and self.logprobs is not None:
+            raise RequestError(
+                "echo together with logprobs is not supported: prompt tokens have no logprobs here",
+                param="logprobs",
+            )
+        if self.best_of not in (None, self.n):
+            raise RequestError(f"best_of is {self.best_of}; only n ({self.n}) is supported", param="best_of")
+        return self.logprobs
+
+
+class Message(Schema):
+    """One turn of a conversation. ``developer`` is rendered as ``system``."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    content: Annotated[str, BeforeValidator(_content)] = Field(description="a string or a list of text parts")
+    name: str | None = Field(None, max_length=256)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _no_tool_calls(cls, value: Any) -> Any:
+        if isinstance(value, dict) and (value.get("tool_calls") or value.get("function_call")):
+            raise ValueError("tool calls are not supported by this server")
+        return value
+
+    def for_template(self) -> dict[str, str]:
+        role = "system" if self.role == "developer" else self.role
+        return {"role": role, "content": self.content} | ({"name": self.name} if self.name else {})
+
+
+class ChatCompletionRequest(GenerationRequest):
+    """The body of POST /v1/chat/completions."""
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="needs logprobs")
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] = Field(
+        {}, max_length=MAX_TEMPLATE_KWARGS, description="variables of the chat template, for those it allows"
+    )
+
+    def _logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
+
+
+# Field -> values that change nothing; anything else is refused rather than silently dropped.
+_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag", "structured_outputs"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("stop_regex", "custom_logit_processor", "logits_processors", "custom_params"), ()),
+    **dict.fromkeys(("prompt_logprobs", "prompt_embeds", "input_embeds", "lora_path", "cache_salt"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "bad_words", "allowed_token_ids"), ([],)),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+}
+_UNSUPPORTED_BY: dict[type[GenerationRequest], dict[str, tuple[Any, ...]]] = {
+    CompletionRequest: _UNSUPPORTED
+    | {
+        "suffix": ("",),
+        "top_logprobs": (0,),
+        "messages": (),
+        "chat_template_kwargs": ({},),
+        "add_special_tokens": (True,),
+    },
+    ChatCompletionRequest: _UNSUPPORTED
+    | {
+        "tools": ([],),
+        "tool_choice": ("none", "auto"),
+        "functions": ([],),
+        "function_call": ("none", "auto"),
+        "audio": (),
+        "modalities": (["text"],),
+        "web_search_options": (),
+        "reasoning_effort": (),
+        "verbosity": (),
+        "best_of": (1,),
+        "echo": (False,),
+        "prompt": (),
+        "chat_template": (),
+        "documents": ([],),
+        "add_generation_prompt": (True,),
+        "continue_final_message": (False,),
+        "add_special_tokens": (False,),
+    },
+}
+
+
+def refuse_unsupported(raw: dict[str, Any], schema: type[GenerationRequest]) -> None:
+    """Raises RequestError for a field that would change the answer if it were supported."""
+    for name, neutral in _UNSUPPORTED_BY[schema].items():
+        if name in raw and raw[name] not in neutral:
+            raise RequestError(
+                f"{name} is not supported by this endpoint; leave it out", param=name, code="unsupported"
+            )
