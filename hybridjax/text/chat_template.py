@@ -1,0 +1,109 @@
+"""Chat templates: the Jinja programs that turn messages into a prompt.
+
+A template comes with the weights, so it is a program from strangers. It runs in the closed world of
+hybridjax/text/sandbox.py, with the names that Hugging Face's ``apply_chat_template`` offers.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import jinja2
+
+from hybridjax.errors import CheckpointError, RequestError
+from hybridjax.text import sandbox
+
+MAX_TEMPLATE_CHARS = 256 * 1024
+MAX_OPTION_CHARS = 4096
+
+# Set by the caller or the tokenizer, never by a request's template options.
+_RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
+# Options that clients send to every model; templates that do not read them ignore them.
+_COMMON_OPTIONS = {"enable_thinking", "thinking", "reasoning_effort"}
+
+
+class ChatTemplate:
+    """One compiled template."""
+
+    def __init__(self, source: str, *, name: str, special_tokens: Mapping[str, str] | None = None):
+        """Compiles ``source``.
+
+        Args:
+          source: the Jinja text.
+          name: what error messages call the template, for instance its file.
+          special_tokens: texts the template may read by name, e.g. ``{"bos_token": "<s>"}``.
+
+        Raises:
+          CheckpointError: the template is too long, has a syntax error, or needs a filter, an include
+            or an import that templates do not get.
+        """
+        if len(source) > MAX_TEMPLATE_CHARS:
+            raise CheckpointError(
+                f"{name}: the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}"
+            )
+        self._special_tokens = dict(special_tokens or {})
+        try:
+            self._template, variables = sandbox.compile_template(source)
+        except jinja2.TemplateSyntaxError as error:
+            raise CheckpointError(f"{name}: chat template, line {error.lineno}: {error.message}") from error
+        except Exception as error:
+            raise CheckpointError(f"{name}: the chat template does not compile: {error}") from error
+        self.options = frozenset(variables - _RESERVED - self._special_tokens.keys() | _COMMON_OPTIONS)
+
+    def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        add_generation_prompt: bool = True,
+        **options: Any,
+    ) -> str:
+        """The prompt for these messages.
+
+        Args:
+          messages: mappings with ``role``, ``content`` and what else the template reads.
+          tools: JSON schemas of tools, in OpenAI's form.
+          add_generation_prompt: end with the opening of the assistant's turn.
+          **options: further variables of the template: booleans, numbers or short strings.
+
+        Raises:
+          RequestError: the template rejects the messages or exceeds its limits (param "messages"), or an
+            option is unknown or no scalar (param "chat_template_kwargs").
+        """
+        if isinstance(messages, str | bytes) or not all(isinstance(m, Mapping) for m in messages):
+            raise RequestError("messages must be a list of objects", param="messages")
+        for name, value in options.items():
+            self._check_option(name, value)
+        variables = self._special_tokens | options
+        variables |= {
+            "messages": list(messages),
+            "tools": list(tools) if tools else None,
+            "documents": None,
+            "add_generation_prompt": bool(add_generation_prompt),
+        }
+        try:
+            return sandbox.render(self._template, variables)
+        except jinja2.UndefinedError as error:
+            reason = f"something it needs is missing: {error.message}"
+        except jinja2.TemplateError as error:
+            reason = str(error.message)
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}"
+        reason = re.sub(r"\s+", " ", reason)[:500]
+        raise RequestError(f"the chat template rejects these messages: {reason}", param="messages")
+
+    def _check_option(self, name: str, value: Any) -> None:
+        param = "chat_template_kwargs"
+        if name not in self.options:
+            known = ", ".join(sorted(self.options))
+            raise RequestError(f"chat template option {name!r} is unknown; known: {known}", param=param)
+        if value is not None and type(value) not in (bool, int, float, str):
+            raise RequestError(
+                f"chat template option {name} must be a boolean, a number, a string or null", param=param
+            )
+        if isinstance(value, str) and len(value) > MAX_OPTION_CHARS:
+            raise RequestError(
+                f"chat template option {name} has {len(value)} characters; at most {MAX_OPTION_CHARS}",
+                param=param,
+            )
+        if type(value) is int and value.bit_length() > 63:
+            raise RequestError(f"chat template option {name} must fit 64 bits", param=param)
