@@ -1,0 +1,368 @@
+"""Experiments: registered functions that return frozen configurations; an ablation replaces one field."""
+
+import argparse
+import dataclasses
+import types
+import typing
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from hybridjax.configs import MiniCPMSALAConfig, SparseConfig
+from hybridjax.configs.flags import readable_int
+from hybridjax.configs.minicpm_sala import LINEAR, SPARSE
+from hybridjax.configs.validation import check, positive_int
+from hybridjax.errors import ConfigError
+from hybridjax.registry import Registry
+from hybridjax.training.tokenizer import BOS, EOS, IM_END
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DataConfig:
+    """Where the prepared data lies, and the held-out evaluation.
+
+    Attributes:
+      directory: written by ``python -m hybridjax.train --prepare-data``.
+      evaluation_length: tokens per evaluation window; the stride is half of it.
+      evaluation_batch: windows evaluated together.
+      evaluation_documents: how many held-out documents, evenly spaced; None: all.
+    """
+
+    directory: str = ".data/tiny_sala"
+    evaluation_length: int = 4096
+    evaluation_batch: int = 16
+    evaluation_documents: int | None = None
+
+    def __post_init__(self):
+        check(
+            self.evaluation_length >= 2 and self.evaluation_length % 2 == 0,
+            "data.evaluation_length",
+            self.evaluation_length,
+            "an even number of tokens",
+        )
+        positive_int("data.evaluation_batch", self.evaluation_batch)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class OptimizerConfig:
+    """AdamW, or Muon for the hidden matrices and AdamW for embeddings, output head and norms.
+
+    Attributes:
+      name: "muon" or "adamw".
+      learning_rate: peak, of hidden matrices. Muon's updates are scaled to AdamW's usual size, so the
+        same value suits both.
+      embedding_learning_rate: peak, of everything that is no hidden matrix.
+      weight_decay: of hidden matrices and the output head, relative to the learning rate.
+      momentum: Muon's.
+      beta1, beta2, eps: AdamW's.
+      grad_clip: largest global norm of the gradients.
+    """
+
+    name: str = "muon"
+    learning_rate: float = 3e-3
+    embedding_learning_rate: float = 2e-3
+    weight_decay: float = 0.1
+    momentum: float = 0.95
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-8
+    grad_clip: float = 1.0
+
+    def __post_init__(self):
+        check(self.name in ("muon", "adamw"), "optimizer.name", self.name, "'muon' or 'adamw'")
+        for name in ("learning_rate", "embedding_learning_rate", "grad_clip", "eps"):
+            check(getattr(self, name) > 0, f"optimizer.{name}", getattr(self, name), "above 0")
+        for name in ("momentum", "beta1", "beta2"):
+            check(0 <= getattr(self, name) < 1, f"optimizer.{name}", getattr(self, name), "in [0, 1)")
+        check(self.weight_decay >= 0, "optimizer.weight_decay", self.weight_decay, "0 or more")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ScheduleConfig:
+    """Linear warm-up to the peak, then "cosine", or "wsd": constant with a linear decay at the end.
+
+    Attributes:
+      warmup_steps: steps until the peak.
+      decay_share: the share of all steps over which "wsd" decays.
+      final_scale: the last step's rate relative to the peak.
+    """
+
+    name: str = "wsd"
+    warmup_steps: int = 100
+    decay_share: float = 0.4
+    final_scale: float = 0.02
+
+    def __post_init__(self):
+        check(self.name in ("wsd", "cosine"), "schedule.name", self.name, "'wsd' or 'cosine'")
+        check(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "0 or more")
+        check(0 < self.decay_share <= 1, "schedule.decay_share", self.decay_share, "in (0, 1]")
+        check(0 <= self.final_scale <= 1, "schedule.final_scale", self.final_scale, "in [0, 1]")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class ExperimentConfig:
+    """Everything that decides the result of a training run.
+
+    Attributes:
+      batch_size: sequences per step of ``sequence_length`` tokens, over all devices.
+      long_steps: the last steps, which see sequences of ``long_sequence_length`` tokens instead and
+        proportionally fewer of them.
+      microbatches: parts of a batch whose gradients are added up one after the other.
+      compute_dtype: of activations and of the weights that the model sees; masters are float32.
+      z_loss: factor on the mean squared log-normaliser.
+      remat: recompute each layer in the backward pass.
+      log_every, eval_every, checkpoint_every: in steps; eval and checkpoint also happen at the end,
+        and 0 leaves it at that.
+    """
+
+    name: str
+    model: MiniCPMSALAConfig
+    data: DataConfig = DataConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    schedule: ScheduleConfig = ScheduleConfig()
+    batch_size: int = 32
+    sequence_length: int = 2048
+    long_sequence_length: int = 4096
+    long_steps: int = 0
+    microbatches: int = 1
+    steps: int = 1000
+    seed: int = 0
+    compute_dtype: str = "bfloat16"
+    z_loss: float = 1e-4
+    remat: bool = False
+    log_every: int = 10
+    eval_every: int = 0
+    checkpoint_every: int = 0
+    keep_checkpoints: int = 2
+
+    def __post_init__(self):
+        for name in (
+            "batch_size",
+            "sequence_length",
+            "steps",
+            "microbatches",
+            "log_every",
+            "keep_checkpoints",
+        ):
+            positive_int(name, getattr(self, name))
+        for name in ("eval_every", "checkpoint_every", "z_loss", "long_steps"):
+            check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
+        check(0 <= self.seed < 2**31, "seed", self.seed, "in 0..2**31-1")
+        known = ("float32", "bfloat16")
+        check(self.compute_dtype in known, "compute_dtype", self.compute_dtype, " or ".join(known))
+        check(self.long_steps <= self.steps, "long_steps", self.long_steps, f"at most steps ({self.steps})")
+        longest = max(self.sequence_length, self.long_sequence_length if self.long_steps else 0)
+        limit = self.model.max_position_embeddings
+        check(longest <= limit, "sequence_length", longest, f"at most max_position_embeddings ({limit})")
+        for step in (0, self.steps - 1):
+            rows, length = self.shape_at(step)
+            check(
+                rows > 0 and rows % self.microbatches == 0,
+                "batch_size",
+                self.batch_size,
+                f"such that a batch of {rows} rows of {length} tokens has {self.microbatches} equal parts",
+            )
+
+    def shape_at(self, step: int) -> tuple[int, int]:
+        """(rows, tokens per row) of a step's batch, steps counted from 0."""
+        if step < self.steps - self.long_steps:
+            return self.batch_size, self.sequence_length
+        rows = self.batch_size * self.sequence_length // self.long_sequence_length
+        return rows, self.long_sequence_length
+
+
+EXPERIMENTS: Registry[Callable[[], ExperimentConfig]] = Registry("experiment")
+
+_TINY_SALA = MiniCPMSALAConfig(
+    vocab_size=2048,
+    hidden_size=256,
+    intermediate_size=352,
+    num_hidden_layers=8,
+    num_attention_heads=8,
+    num_key_value_heads=2,
+    head_dim=32,
+    lightning_nh=8,
+    lightning_nkv=8,
+    lightning_head_dim=32,
+    max_position_embeddings=4096,
+    initializer_range=0.05,
+    bos_token_id=BOS,
+    eos_token_id=(EOS, IM_END),
+    pad_token_id=EOS,
+    mixer_types=(SPARSE, LINEAR, LINEAR, SPARSE, LINEAR, LINEAR, LINEAR, SPARSE),
+    sparse_config=SparseConfig(topk=8, window_size=256, dense_len=512),
+    dtype="bfloat16",
+)
+
+
+@EXPERIMENTS.register("tiny_sala")
+def tiny_sala() -> ExperimentConfig:
+    """The bundled model: 5.5 M parameters, minutes on one GPU."""
+    return ExperimentConfig(
+        name="tiny_sala",
+        model=_TINY_SALA,
+        steps=6000,
+        long_steps=600,
+        eval_every=1000,
+        checkpoint_every=1000,
+        schedule=ScheduleConfig(warmup_steps=200),
+    )
+
+
+@EXPERIMENTS.register("tiny_sala_debug")
+def tiny_sala_debug() -> ExperimentConfig:
+    """Three small layers of both kinds: the whole path in minutes on a CPU."""
+    model = dataclasses.replace(
+        _TINY_SALA,
+        hidden_size=128,
+        intermediate_size=256,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        lightning_nh=4,
+        lightning_nkv=4,
+        mixer_types=(SPARSE, LINEAR, SPARSE),
+        sparse_config=SparseConfig(topk=2, window_size=64, dense_len=128),
+    )
+    return ExperimentConfig(
+        name="tiny_sala_debug",
+        model=model,
+        data=DataConfig(evaluation_length=1024, evaluation_documents=6),
+        batch_size=8,
+        sequence_length=512,
+        long_sequence_length=1024,
+        long_steps=20,
+        steps=300,
+        compute_dtype="float32",
+        schedule=ScheduleConfig(warmup_steps=20),
+        eval_every=100,
+        checkpoint_every=100,
+    )
+
+
+@EXPERIMENTS.register("tiny_sala_dense")
+def tiny_sala_dense() -> ExperimentConfig:
+    """The same layers with every query dense."""
+    return override(tiny_sala(), "name=tiny_sala_dense", "model.sparse_config.dense_len=8192")
+
+
+@EXPERIMENTS.register("tiny_sala_linear_only")
+def tiny_sala_linear_only() -> ExperimentConfig:
+    """Linear attention in every layer."""
+    return override(tiny_sala(), "name=tiny_sala_linear_only", f"model.mixer_types={','.join([LINEAR] * 8)}")
+
+
+@EXPERIMENTS.register("tiny_sala_sparse_only")
+def tiny_sala_sparse_only() -> ExperimentConfig:
+    """Sparse attention in every layer."""
+    return override(tiny_sala(), "name=tiny_sala_sparse_only", f"model.mixer_types={','.join([SPARSE] * 8)}")
+
+
+@EXPERIMENTS.register("tiny_sala_adamw")
+def tiny_sala_adamw() -> ExperimentConfig:
+    """AdamW for every parameter."""
+    return override(tiny_sala(), "name=tiny_sala_adamw", "optimizer.name=adamw")
+
+
+@EXPERIMENTS.register("tiny_sala_cosine")
+def tiny_sala_cosine() -> ExperimentConfig:
+    """A cosine schedule."""
+    return override(tiny_sala(), "name=tiny_sala_cosine", "schedule.name=cosine")
+
+
+def override[C](config: C, *assignments: str) -> C:
+    """The configuration with fields replaced, all at once, so that dependent fields can change together.
+
+    Args:
+      config: a frozen dataclass that may hold others.
+      assignments: ``"field=value"`` or ``"field.inner=value"``; values are parsed by the field's type:
+        ``4096`` or ``4k``, ``1e-3``, ``true``, ``none``, comma-separated items for tuples.
+
+    Raises:
+      ConfigError: no ``=``, an unknown field (names the known ones), a value of another type, or a
+        value that the configuration refuses.
+    """
+    tree: dict[str, Any] = {}
+    for assignment in assignments:
+        path, equals, value = assignment.partition("=")
+        if not equals or not path.strip():
+            raise ConfigError(f"cannot read {assignment!r}; expected field=value or field.inner=value")
+        *outer, last = (part.strip() for part in path.split("."))
+        node = tree
+        for part in outer:
+            node = node.setdefault(part, {})
+            if not isinstance(node, dict):
+                raise ConfigError(f"{path.strip()!r}: {part!r} is set to a value elsewhere")
+        node[last] = value.strip()
+    return _replace(config, tree, "")
+
+
+def _replace(config: Any, tree: dict[str, Any], prefix: str) -> Any:
+    kinds = typing.get_type_hints(type(config))
+    known = [f.name for f in dataclasses.fields(config)]
+    changes = {}
+    for name, value in tree.items():
+        full = prefix + name
+        if name not in known:
+            raise ConfigError(f"unknown field {full!r}; known: {', '.join(prefix + k for k in known)}")
+        current = getattr(config, name)
+        if dataclasses.is_dataclass(current):
+            if not isinstance(value, dict):
+                inner = ", ".join(f"{full}.{f.name}" for f in dataclasses.fields(current))
+                raise ConfigError(f"{full!r} has fields of its own; set one of: {inner}")
+            changes[name] = _replace(current, value, full + ".")
+        elif isinstance(value, dict):
+            raise ConfigError(f"{full!r} is a plain value; it has no field {next(iter(value))!r}")
+        else:
+            changes[name] = parse_value(full, value, kinds[name])
+    return dataclasses.replace(config, **changes)
+
+
+def parse_value(name: str, text: str, kind: Any) -> Any:
+    """``text`` as a value of the annotated type.
+
+    Raises:
+      ConfigError: it cannot be read as that type; the message has the field's name.
+    """
+    origin = typing.get_origin(kind)
+    if origin is tuple:
+        item = typing.get_args(kind)[0]
+        return tuple(parse_value(name, part.strip(), item) for part in text.split(",") if part.strip())
+    options = typing.get_args(kind) if origin in (types.UnionType, typing.Union) else (kind,)
+    for option in sorted(options, key=_strictness):
+        try:
+            return _PARSERS[option](text)
+        except (ValueError, argparse.ArgumentTypeError):
+            continue
+    names = " or ".join("none" if k is types.NoneType else k.__name__ for k in options)
+    raise ConfigError(f"{name} is {text!r}; it must be of type {names}")
+
+
+def _boolean(text: str) -> bool:
+    return {"true": True, "false": False}[text.lower()] if text.lower() in ("true", "false") else _fail(text)
+
+
+def _none(text: str) -> None:
+    return None if text.lower() in ("none", "null") else _fail(text)
+
+
+def _fail(text: str) -> typing.Never:
+    raise ValueError(text)
+
+
+_PARSERS: dict[Any, Callable[[str], Any]] = {
+    types.NoneType: _none,
+    bool: _boolean,
+    int: readable_int,
+    float: float,
+    str: str,
+}
+
+
+def _strictness(kind: Any) -> int:
+    return list(_PARSERS).index(kind)
+
+
+def describe(names: Iterable[str] = ()) -> str:
+    """One line per experiment: name and the first line of its docstring."""
+    names = list(names) or list(EXPERIMENTS)
+    width = max(map(len, names))
+    return "\n".join(f"{n:<{width}}  {(EXPERIMENTS[n].__doc__ or '').splitlines()[0]}" for n in names)

@@ -1,0 +1,94 @@
+"""Optimisers and learning-rate schedules over dictionaries of named tensors."""
+
+import functools
+from collections.abc import Callable, Hashable, Mapping
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from hybridjax.training.experiments import ExperimentConfig, OptimizerConfig
+
+MATRIX, TABLE, VECTOR = "matrix", "table", "vector"
+
+# Makes the root mean square of Muon's updates that of AdamW's (arXiv 2502.16982).
+_MUON_RMS = 0.2
+
+
+def kind_of(name: str, ndim: int) -> str:
+    """A hidden "matrix", a "table" (embedding or output head) or a "vector" (norms)."""
+    if ndim != 2:
+        return VECTOR
+    return TABLE if "embed" in name or "lm_head" in name else MATRIX
+
+
+def make_schedule(config: ExperimentConfig) -> Callable[[Any], jax.Array]:
+    """The factor on every peak learning rate, float32 in [0, 1], of a step counted from 0."""
+    schedule, steps = config.schedule, config.steps
+
+    def factor(step: Any) -> jax.Array:
+        done = jnp.asarray(step, jnp.float32) + 1.0
+        warmup = jnp.minimum(done / max(schedule.warmup_steps, 1), 1.0)
+        if schedule.name == "cosine":
+            start = schedule.warmup_steps
+            share = jnp.clip((done - start) / max(steps - start, 1), 0.0, 1.0)
+            decay = 0.5 * (1.0 + jnp.cos(jnp.pi * share))
+        else:
+            length = max(round(schedule.decay_share * steps), 1)
+            decay = jnp.clip((steps - done) / length, 0.0, 1.0)
+        return warmup * (schedule.final_scale + (1.0 - schedule.final_scale) * decay)
+
+    return factor
+
+
+def make_optimizer(config: ExperimentConfig, tensors: Mapping[str, Any]) -> optax.GradientTransformation:
+    """Gradient clipping, then one chain per kind of tensor.
+
+    Args:
+      config: the experiment.
+      tensors: names and shapes of what is trained.
+    """
+    labels = {name: kind_of(name, len(t.shape)) for name, t in tensors.items()}
+    factor = make_schedule(config)
+    optimizer = config.optimizer
+
+    def rate(peak: float) -> optax.GradientTransformation:
+        return optax.scale_by_learning_rate(lambda step: peak * factor(step))
+
+    decay = optax.add_decayed_weights(optimizer.weight_decay)
+    decays_head = optax.add_decayed_weights(
+        optimizer.weight_decay, mask=functools.partial(jax.tree.map_with_path, _is_head)
+    )
+    chains: dict[Hashable, optax.GradientTransformation] = {
+        MATRIX: optax.chain(_hidden(optimizer), decay, rate(optimizer.learning_rate)),
+        TABLE: optax.chain(_adam(optimizer), decays_head, rate(optimizer.embedding_learning_rate)),
+        VECTOR: optax.chain(_adam(optimizer), rate(optimizer.embedding_learning_rate)),
+    }
+    return optax.chain(optax.clip_by_global_norm(optimizer.grad_clip), optax.partition(chains, labels))
+
+
+def _is_head(path: tuple[Any, ...], leaf: Any) -> bool:
+    return "lm_head" in str(path[-1])
+
+
+def _adam(optimizer: OptimizerConfig) -> optax.GradientTransformation:
+    return optax.scale_by_adam(optimizer.beta1, optimizer.beta2, optimizer.eps)
+
+
+def _hidden(optimizer: OptimizerConfig) -> optax.GradientTransformation:
+    if optimizer.name == "adamw":
+        return _adam(optimizer)
+    return optax.chain(
+        optax.contrib.scale_by_muon(
+            beta=optimizer.momentum,
+            weight_dimension_numbers=functools.partial(
+                jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers()
+            ),
+        ),
+        optax.stateless(lambda updates, _: jax.tree.map(_like_adam, updates)),
+    )
+
+
+def _like_adam(update: jax.Array) -> jax.Array:
+    return update * (_MUON_RMS * max(update.shape) ** 0.5)

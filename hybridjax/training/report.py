@@ -1,0 +1,180 @@
+"""What a finished run leaves: a pretrained directory, its evaluation and a model card of measured values."""
+
+import dataclasses
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hybridjax.errors import ConfigError
+from hybridjax.training.data import PreparedData
+from hybridjax.training.evaluation import Evaluator
+from hybridjax.training.experiments import DataConfig, ExperimentConfig
+from hybridjax.training.parameters import ParameterLayout, Tensors, count
+from hybridjax.training.step import DataParallel, make_row_nats
+from hybridjax.training.trainer import Trainer, TrainResult
+
+SHIPPED_DTYPE = "bfloat16"
+
+
+def write_pretrained(trainer: Trainer, result: TrainResult, directory: Path) -> dict[str, Any]:
+    """Writes weights in bfloat16, config, tokenizer, ``evaluation.json`` and ``README.md``.
+
+    The evaluation is of the rounded weights that are written.
+
+    Args:
+      trainer: of the run.
+      result: what it returned.
+      directory: where to write; created if need be.
+
+    Returns:
+      The content of ``evaluation.json``.
+    """
+    # Its readers (safetensors) are not needed to train.
+    from hybridjax.checkpoints import save_pretrained
+
+    shipped = {name: tensor.astype(SHIPPED_DTYPE) for name, tensor in result.tensors.items()}
+    model = trainer.layout.model(shipped, jnp.dtype(SHIPPED_DTYPE))
+    model.config = dataclasses.replace(trainer.config.model, dtype=SHIPPED_DTYPE)
+    save_pretrained(model, directory, tokenizer_dir=trainer.data.directory)
+    report = {
+        "experiment": trainer.config.name,
+        "steps": result.steps,
+        "finished": result.finished,
+        "tokens": result.tokens,
+        "seconds": round(result.seconds, 1),
+        "device": f"{trainer.parallel.size} x {jax.devices()[0].device_kind}",
+        "parameters": count(shipped),
+        "corpus_sha256": trainer.data.info["corpus_sha256"],
+        "heldout": trainer.evaluate(shipped, per_document=True),
+    }
+    (directory / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n")
+    (directory / "README.md").write_text(model_card(trainer.config, trainer.data, report, shipped))
+    return report
+
+
+def evaluate_pretrained(directory: Path, data: PreparedData, settings: DataConfig) -> dict[str, Any]:
+    """The held-out report of a pretrained directory, computed in float32.
+
+    Raises:
+      ConfigError: the model's tokenizer is not the one that the data was prepared with.
+    """
+    from hybridjax.checkpoints import load_model
+
+    own = hashlib.sha256((directory / "tokenizer.json").read_bytes()).hexdigest()
+    if own != data.info["sha256"]["tokenizer.json"]:
+        raise ConfigError(
+            f"{directory} has another tokenizer than {data.directory}; figures would not compare"
+        )
+    model = load_model(str(directory), dtype="float32")
+    layout, parallel = ParameterLayout.of(model), DataParallel()
+    row_nats = make_row_nats(layout, "float32", parallel)
+    tensors = jax.device_put(layout.tensors(model), parallel.replicated)
+    batch = -(-settings.evaluation_batch // parallel.size) * parallel.size
+    evaluator = Evaluator(
+        data, length=settings.evaluation_length, batch=batch, limit=settings.evaluation_documents
+    )
+    return evaluator(lambda *rows: row_nats(tensors, *rows), per_document=True)
+
+
+def model_card(config: ExperimentConfig, data: PreparedData, report: dict[str, Any], tensors: Tensors) -> str:
+    """The README of a pretrained directory, from the configuration and what was measured."""
+    name = config.name.replace("_", "-")
+    return (
+        "\n\n".join(
+            (
+                "---\nlicense: apache-2.0\nlanguage: en\nlibrary_name: hybridjax\n"
+                "pipeline_tag: text-generation\n---",
+                f"# {name}",
+                _summary(config, report, tensors),
+                "## Held-out text",
+                _figures(report["heldout"]),
+                "Every token of the held-out documents, the closing `</s>` included, is predicted once with "
+                f"{config.data.evaluation_length // 2} to {config.data.evaluation_length} tokens of context "
+                "where the document has them. `xz` is `xz -9e` on the same bytes, documents concatenated. "
+                "Documents are held out by a hash of their path; training documents that share more than "
+                "half of their lines with a held-out one were dropped "
+                f"({data.info['dropped']} documents). Figures by document are in `evaluation.json`.",
+                "## Training",
+                _recipe(config, report),
+                "## Data",
+                _data(data),
+                "## Limits",
+                "A model of this size writes plausible Python and Bible prose, and no facts. Its chat format "
+                "is trained on excerpts only: asked anything, it continues the text. It exists to exercise "
+                "hybridjax on real weights.",
+            )
+        )
+        + "\n"
+    )
+
+
+def _summary(config: ExperimentConfig, report: dict[str, Any], tensors: Tensors) -> str:
+    model = config.model
+    kinds = {kind: model.mixer_types.count(kind) for kind in dict.fromkeys(model.mixer_types)}
+    layers = " and ".join(f"{n} `{kind}`" for kind, n in kinds.items())
+    state = "" if report["finished"] else f" **Unfinished: step {report['steps']} of {config.steps}.**"
+    return (
+        f"A small {model.architecture} ({report['parameters']:,} parameters, {SHIPPED_DTYPE}): "
+        f"{layers} layers, hidden size {model.hidden_size}, vocabulary {model.vocab_size}, context "
+        f"{model.max_position_embeddings} tokens. A query beyond {model.sparse_config.dense_len} tokens "
+        f"attends to {model.sparse_config.selected_blocks} blocks of {model.sparse_config.block_size}."
+        f"{state}"
+    )
+
+
+def _figures(heldout: dict[str, Any]) -> str:
+    rows = [
+        "| text | documents | bytes | tokens | bits per byte | xz -9e, bits per byte |",
+        "|---|---|---|---|---|---|",
+    ]
+    for name in sorted(k for k in heldout if k != "documents"):
+        row = heldout[name]
+        rows.append(
+            f"| {name} | {row['documents']} | {row['bytes']:,} | {row['tokens']:,} | "
+            f"{row['bits_per_byte']:.3f} | {row['xz_bits_per_byte']:.3f} |"
+        )
+    return "\n".join(rows)
+
+
+def _recipe(config: ExperimentConfig, report: dict[str, Any]) -> str:
+    optimizer, schedule = config.optimizer, config.schedule
+    return (
+        f"`python -m hybridjax.train --experiment {config.name}`: {report['steps']:,} steps, "
+        f"{report['tokens']:,} tokens, {report['seconds']:,.0f} s on {report['device']}. Batches of "
+        f"{config.batch_size} x {config.sequence_length} tokens, sequences of "
+        f"{config.long_sequence_length} in the last {config.long_steps} steps. {optimizer.name} at "
+        f"{optimizer.learning_rate:g} (hidden matrices) and {optimizer.embedding_learning_rate:g} (rest), "
+        f"weight decay {optimizer.weight_decay:g}, clipping at {optimizer.grad_clip:g}, {schedule.name} "
+        f"schedule with {schedule.warmup_steps} warm-up steps, z-loss {config.z_loss:g}, float32 masters, "
+        f"{config.compute_dtype} compute, seed {config.seed}."
+    )
+
+
+def _data(data: PreparedData) -> str:
+    lines = [
+        f"- {name}: {group['documents']} documents, {group['tokens']:,} tokens"
+        + (f", {group['bytes']:,} bytes" if group["bytes"] else "")
+        for name, group in data.info["train"].items()
+    ]
+    licences = [f"- {text}" for text in data.info["licences"].values()]
+    hashes = [f"- corpus: `{data.info['corpus_sha256']}`"]
+    hashes += [f"- {name}: `{digest}`" for name, digest in data.info["sha256"].items()]
+    return "\n".join(
+        [
+            f"Prepared with Python {data.info['python']} by `python -m hybridjax.train --prepare-data`:",
+            "",
+            *lines,
+            "",
+            "Origins and licences:",
+            "",
+            *licences,
+            "",
+            "SHA-256 (corpus: over split, hash and path of every document):",
+            "",
+            *hashes,
+        ]
+    )
