@@ -8,11 +8,12 @@ import shlex
 import socket
 import sys
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 from hybridjax.configs.flags import add_flags, from_flags
 from hybridjax.configs.serving import EngineConfig, ServerConfig
-from hybridjax.errors import HybridJaxError
+from hybridjax.errors import ConfigError, HybridJaxError
 from hybridjax.serving.http.app import create_app
 from hybridjax.serving.http.server import HttpServer, listen, reserve
 
@@ -55,29 +56,42 @@ def run(config: ServerConfig, make_engine: Callable[[ServerConfig], Any]) -> int
     """Reserves the port, builds the engine, opens the port, serves, drains, shuts the engine down."""
     level = getattr(logging, config.log_level.upper())
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    if config.chat_template and not Path(config.chat_template).is_file():
+        raise ConfigError(f"chat_template is {config.chat_template!r}; it must be a file")
+    if config.chat_template and config.skip_tokenizer_init:
+        raise ConfigError("chat_template is set; it must be left out together with skip_tokenizer_init")
     with reserve(config.host, config.port) as sock:
         engine = make_engine(config)
         try:
-            app = create_app(engine, engine.tokenizer, config)
+            tokenizer = _tokenizer(config, engine)
+            app = create_app(engine, tokenizer, config)
             listen(sock)
-            server = HttpServer(app, config, on_ready=lambda: _announce(config, sock, engine))
+            name = config.served_model_name or engine.info.model_name
+            server = HttpServer(app, config, on_ready=lambda: _announce(sock, name, tokenizer))
             server.run(sockets=[sock])
         finally:
             engine.shutdown()
     return 0
 
 
-def _announce(config: ServerConfig, sock: socket.socket, engine: Any) -> None:
+def _tokenizer(config: ServerConfig, engine: Any) -> Any:
+    if config.chat_template is None:
+        return engine.tokenizer
+    from hybridjax.text import load_tokenizer
+
+    return load_tokenizer(config.tokenizer_path or engine.info.model_path, Path(config.chat_template))
+
+
+def _announce(sock: socket.socket, name: str, tokenizer: Any) -> None:
     host, port = sock.getsockname()[:2]
     if host not in LOOPBACK:
         logger.warning("anybody who can reach %s may use this server; there is no authentication", host)
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
-    name = config.served_model_name or engine.info.model_name
     path, body = "/v1/completions", {"model": name, "prompt": [1, 2, 3], "max_tokens": 32}
-    if engine.tokenizer is not None:
+    if tokenizer is not None:
         body["prompt"] = "Once upon a time"
-        if engine.tokenizer.has_chat_template:
+        if tokenizer.has_chat_template:
             path = "/v1/chat/completions"
             body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
     example = shlex.quote(json.dumps(body))

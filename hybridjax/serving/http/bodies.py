@@ -1,29 +1,52 @@
 """The JSON that goes out: OpenAI's completion and chat objects."""
 
 import functools
+import re
 import time
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from hybridjax.serving.api import RequestOutput, TokenLogprob
 from hybridjax.serving.http.protocol import ChatCompletionRequest, CompletionRequest
 
 # JSON has no -inf; OpenAI's own servers use this number for "impossible".
 LOWEST_LOGPROB = -9999.0
+BYTE_TOKEN = re.compile("<0x([0-9A-Fa-f]{2})>")
 
 
 class TextTokenizer(Protocol):
     """What the server needs of a tokenizer (hybridjax.text)."""
 
-    has_chat_template: bool
+    is_byte_level: bool
+
+    @property
+    def has_chat_template(self) -> bool: ...
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
 
+    def token_bytes(self, index: int) -> bytes: ...
+
+    def id_to_token(self, index: int) -> str | None: ...
+
     def render_chat(
         self, messages: Any, tools: Any = None, add_generation_prompt: bool = True, **kwargs: Any
     ) -> str: ...
+
+
+class Piece(NamedTuple):
+    """A token as clients see it; ``bytes`` is None where only the tokenizer could know them."""
+
+    text: str
+    bytes: bytes | None
+
+    @property
+    def characters(self) -> int:
+        """Characters that begin in this token, so that the pieces of one character count it once."""
+        if self.bytes is None:
+            return len(self.text)
+        return sum(byte & 0xC0 != 0x80 for byte in self.bytes)
 
 
 class TokenTexts:
@@ -34,11 +57,21 @@ class TokenTexts:
         # Many decoders drop a first token's space, so every token is decoded behind this one.
         self._before = tokenizer.encode("a", add_special_tokens=False)[-1:] if tokenizer else []
         self._before_text = self._decode(self._before)
-        self.of = functools.lru_cache(maxsize=2**17)(self._of)
+        self.piece = functools.lru_cache(maxsize=2**17)(self._piece)
 
-    def _of(self, token_id: int) -> str:
+    def _piece(self, token_id: int) -> Piece:
         if self._tokenizer is None:
-            return f"token_id:{token_id}"
+            return Piece(f"token_id:{token_id}", None)
+        text = self._text(token_id)
+        if "\ufffd" not in text:
+            return Piece(text, text.encode("utf-8", "replace"))
+        # A token that ends within a character; OpenAI's spelling keeps such tokens apart.
+        known = self._tokenizer.token_bytes(token_id) if self._tokenizer.is_byte_level else None
+        if known is None and (byte := BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "")):
+            known = bytes([int(byte[1], 16)])
+        return Piece(text, None) if known is None else Piece(f"bytes:{str(known)[2:-1]}", known)
+
+    def _text(self, token_id: int) -> str:
         text = self._decode([*self._before, token_id])
         if text.startswith(self._before_text):
             return text[len(self._before_text) :]
@@ -95,15 +128,15 @@ class CompletionBodies:
     def _logprobs(self, index: int, entries: tuple[TokenLogprob, ...] | None) -> dict[str, Any] | None:
         if self._request.logprobs is None or not entries:
             return None
-        texts = [self._texts.of(entry.token_id) for entry in entries]
+        pieces = [self._texts.piece(entry.token_id) for entry in entries]
         offsets = []
         end = self._offsets.get(index, 0)
-        for text in texts:
+        for piece in pieces:
             offsets.append(end)
-            end += len(text)
+            end += piece.characters
         self._offsets[index] = end
         return {
-            "tokens": texts,
+            "tokens": [piece.text for piece in pieces],
             "token_logprobs": [_finite(entry.logprob) for entry in entries],
             "top_logprobs": [self._top(entry) for entry in entries],
             "text_offset": offsets,
@@ -113,7 +146,7 @@ class CompletionBodies:
         best: dict[str, float] = {}
         # Different tokens may read the same; the likelier one keeps the key.
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            best.setdefault(self._texts.of(token_id), _finite(logprob))
+            best.setdefault(self._texts.piece(token_id).text, _finite(logprob))
         return best
 
 
@@ -153,10 +186,12 @@ class ChatBodies:
         return {"content": content}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text = self._texts.of(token_id)
-        # A piece of a character decodes to U+FFFD, whose bytes are not the token's.
-        encoded = None if "\ufffd" in text else list(text.encode("utf-8", "replace"))
-        return {"token": text, "logprob": _finite(logprob), "bytes": encoded}
+        text, encoded = self._texts.piece(token_id)
+        return {
+            "token": text,
+            "logprob": _finite(logprob),
+            "bytes": None if encoded is None else list(encoded),
+        }
 
 
 Bodies = CompletionBodies | ChatBodies

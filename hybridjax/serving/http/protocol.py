@@ -177,11 +177,12 @@ class GenerationRequest(Schema):
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options")
         same = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
-        same += ("repetition_penalty", "logit_bias", "stop_token_ids", "ignore_eos", "min_tokens")
-        same += ("stop", "skip_special_tokens")
+        same += ("repetition_penalty", "logit_bias", "ignore_eos", "min_tokens", "skip_special_tokens")
         return SamplingParams(
             max_tokens=limit,
             seed=None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63,
+            stop=tuple(self.stop),
+            stop_token_ids=tuple(self.stop_token_ids),
             include_stop_str_in_output=self.include_stop_str_in_output or self.no_stop_trim,
             logprobs=self._logprobs(),
             **{name: getattr(self, name) for name in same},

@@ -1,0 +1,267 @@
+"""A deterministic engine on a thread, a byte tokenizer, and a real server around both."""
+
+import asyncio
+import codecs
+import dataclasses
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from itertools import count
+from typing import Any
+
+from hybridjax.configs.serving import ServerConfig
+from hybridjax.errors import QueueFullError, RequestError
+from hybridjax.serving.api import EngineInfo, OnOutput, RequestOutput, SamplingParams, TokenLogprob
+from hybridjax.serving.http.app import create_app
+from hybridjax.serving.http.server import HttpServer, listen, reserve
+
+BOS, EOS = 256, 257
+ALPHABET = "abcdefghijklmnopqrstuvwxyz"
+PATIENCE = 60.0
+
+
+class ByteTokenizer:
+    is_byte_level = True
+    has_chat_template = True
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return [BOS] * add_special_tokens + list(text.encode())
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
+        special = {} if skip_special_tokens else {BOS: b"<bos>", EOS: b"<eos>"}
+        return b"".join(special.get(i, b"") if i > 255 else bytes([i]) for i in ids).decode(errors="replace")
+
+    def token_bytes(self, index: int) -> bytes:
+        return bytes([index]) if index < 256 else b""
+
+    def id_to_token(self, index: int) -> str | None:
+        return None
+
+    def render_chat(
+        self, messages: Any, tools: Any = None, add_generation_prompt: bool = True, **kwargs: Any
+    ) -> str:
+        if unknown := set(kwargs) - {"enable_thinking"}:
+            raise RequestError(f"unknown option {sorted(unknown)[0]!r}", param="chat_template_kwargs")
+        turns = "".join(f"[{m['role']}]{m['content']}\n" for m in messages)
+        thinking = "" if kwargs.get("enable_thinking", True) else "<no_think>"
+        return turns + "[assistant]" * add_generation_prompt + thinking
+
+
+def alphabet(prompt: Sequence[int], params: SamplingParams) -> Iterator[int]:
+    """abc... for ever, from the letter that the seed names."""
+    return (ord(ALPHABET[i % 26]) for i in count(params.seed or 0))
+
+
+def saying(text: str) -> Callable[[Sequence[int], SamplingParams], Iterator[int]]:
+    return lambda prompt, params: iter([*text.encode(), EOS])
+
+
+@dataclasses.dataclass
+class _Live:
+    request_id: str
+    prompt: Sequence[int]
+    params: SamplingParams
+    on_output: OnOutput
+    tokens: Iterator[Any]
+    cached_tokens: int
+    generated: int = 0
+    decoder: Any = dataclasses.field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")())
+    held: str = ""
+
+    def step(self) -> RequestOutput:
+        """The next token as an event; the scripted exception as the event "error"."""
+        token = next(self.tokens)
+        if isinstance(token, Exception):
+            return self._event(finish_reason="error", error=str(token))
+        self.generated += 1
+        stopped = token == EOS or token in self.params.stop_token_ids
+        self.held += "" if stopped else self.decoder.decode(bytes([token]))
+        for stop in self.params.stop:
+            if (at := self.held.find(stop)) >= 0:
+                text = self.held[: at + len(stop) * self.params.include_stop_str_in_output]
+                return self._event(token, text=text, finish_reason="stop", stop_reason=stop)
+        if stopped:
+            matched = None if token == EOS else token
+            return self._event(token, text=self.held, finish_reason="stop", stop_reason=matched)
+        if self.generated == self.params.max_tokens:
+            return self._event(token, text=self.held, finish_reason="length")
+        keep = max(map(len, self.params.stop), default=1) - 1
+        cut = len(self.held) - keep if keep else len(self.held)
+        text, self.held = self.held[: max(cut, 0)], self.held[max(cut, 0) :]
+        return self._event(token, text=text)
+
+    def _event(self, *tokens: int, **fields: Any) -> RequestOutput:
+        logprobs = None
+        if self.params.logprobs is not None and tokens:
+            top = tuple(((tokens[0] + i) % 256, -0.5 - i) for i in range(self.params.logprobs))
+            logprobs = (TokenLogprob(tokens[0], -0.5, top),)
+        return RequestOutput(
+            request_id=self.request_id,
+            token_ids=tokens,
+            logprobs=logprobs,
+            prompt_tokens=len(self.prompt),
+            completion_tokens=self.generated,
+            cached_tokens=self.cached_tokens,
+            **fields,
+        )
+
+
+class FakeEngine:
+    """One token per live request and round, from ``script``; counts everything.
+
+    Attributes:
+      script: makes the tokens of a request; an exception among them fails it.
+      budget: tokens it may still emit over all requests; None: any number.
+      live: requests without a last event, by id.
+      submitted: all requests ever, by id.
+      aborts: calls of abort, by id.
+      ends: last events, by id.
+    """
+
+    def __init__(self, *, max_queued: int = 1024, context_length: int = 2**20):
+        self.info = EngineInfo(
+            model_name="fake",
+            model_path="/models/fake",
+            context_length=context_length,
+            vocab_size=258,
+            max_running_requests=8,
+            max_total_tokens=2**20,
+        )
+        self.tokenizer: ByteTokenizer | None = ByteTokenizer()
+        self.is_healthy = True
+        self.script: Callable[[Sequence[int], SamplingParams], Iterator[Any]] = alphabet
+        self.submit_error: Exception | None = None
+        self.cached_tokens = 0
+        self.budget: int | None = None
+        self.emitted = 0
+        self.live: dict[str, _Live] = {}
+        self.submitted: dict[str, tuple[Sequence[int], SamplingParams]] = {}
+        self.aborts: Counter[str] = Counter()
+        self.ends: Counter[str] = Counter()
+        self._max_queued = max_queued
+        self._changed = threading.Condition()
+        self._to_abort: list[str] = []
+        self._stopped = False
+        self._thread = threading.Thread(target=self._run, name="fake-engine")
+        self._thread.start()
+
+    def submit(
+        self, prompt: Any, params: SamplingParams, on_output: OnOutput, *, request_id: str | None = None
+    ) -> str:
+        assert request_id is not None and not isinstance(prompt, str)
+        with self._changed:
+            if self.submit_error is not None:
+                raise self.submit_error
+            if request_id in self.submitted:
+                raise RequestError(f"duplicate request id {request_id}")
+            if not prompt:
+                raise RequestError("the prompt is empty", param="prompt")
+            if max(prompt) >= self.info.vocab_size:
+                raise RequestError(f"token id {max(prompt)} is not in the vocabulary", param="prompt")
+            if len(prompt) + (params.max_tokens or 1) > self.info.context_length:
+                raise RequestError(
+                    f"{len(prompt)} prompt tokens + max_tokens exceed {self.info.context_length}",
+                    param="max_tokens",
+                    code="context_length_exceeded",
+                )
+            if len(self.live) >= self._max_queued:
+                raise QueueFullError("the queue is full", retry_after=7)
+            self.submitted[request_id] = (prompt, params)
+            tokens = self.script(prompt, params)
+            live = _Live(request_id, prompt, params, on_output, tokens, self.cached_tokens)
+            self.live[request_id] = live
+            self._changed.notify_all()
+        return request_id
+
+    def abort(self, request_id: str) -> None:
+        with self._changed:
+            self.aborts[request_id] += 1
+            self._to_abort.append(request_id)
+            self._changed.notify_all()
+
+    def shutdown(self) -> None:
+        with self._changed:
+            self._stopped = True
+            self._changed.notify_all()
+        self._thread.join(PATIENCE)
+
+    def allow(self, tokens: int | None) -> None:
+        with self._changed:
+            self.budget = tokens
+            self._changed.notify_all()
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """Waits for something that a submission, an abort or an event brings about."""
+        with self._changed:
+            assert self._changed.wait_for(condition, PATIENCE), "the awaited state never came"
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                self._changed.wait_for(
+                    lambda: self._stopped or self._to_abort or (self.live and self.budget != 0)
+                )
+                if self._stopped:
+                    return
+                aborted = [self.live.pop(i) for i in self._to_abort if i in self.live]
+                self._to_abort.clear()
+                running = list(self.live.values())[: self.budget]
+                if self.budget is not None:
+                    self.budget -= len(running)
+            for live in aborted:
+                self._emit(live, live._event(finish_reason="abort"))
+            for live in running:
+                self._emit(live, live.step())
+
+    def _emit(self, live: _Live, event: RequestOutput) -> None:
+        if event.finish_reason is not None:
+            self.live.pop(live.request_id, None)
+            self.ends[live.request_id] += 1
+        live.on_output(event)
+        with self._changed:
+            self.emitted += len(event.token_ids)
+            self._changed.notify_all()
+
+
+class RunningServer:
+    """The application under uvicorn on a thread, on a port of its own."""
+
+    def __init__(self, engine: FakeEngine, tokenizer: Any = "bytes", **config: Any):
+        self.engine = engine
+        settings = ServerConfig(port=0, **{"drain_timeout": 1.0, **config})
+        self.app = create_app(engine, engine.tokenizer if tokenizer == "bytes" else tokenizer, settings)
+        self.lifecycle = self.app.state.lifecycle
+        ready = threading.Event()
+
+        def on_ready() -> None:
+            task = asyncio.current_task()
+            assert task is not None
+            self.main_task = task
+            ready.set()
+
+        self.server = HttpServer(self.app, settings, on_ready=on_ready)
+        sock = reserve("127.0.0.1", 0)
+        listen(sock)
+        self.port = sock.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.thread = threading.Thread(target=self.server.run, args=([sock],), name="server")
+        self.thread.start()
+        assert ready.wait(PATIENCE)
+
+    def settle(self) -> None:
+        """Waits until no request, watcher or other task is left on the server's loop."""
+
+        async def others_end() -> None:
+            others = asyncio.all_tasks() - {asyncio.current_task(), self.main_task}
+            if others:
+                _, pending = await asyncio.wait(others, timeout=PATIENCE)
+                assert not pending, pending
+
+        loop = self.main_task.get_loop()
+        asyncio.run_coroutine_threadsafe(others_end(), loop).result(2 * PATIENCE)
+        assert self.lifecycle.running == set()
+
+    def stop(self) -> None:
+        self.server.stop()
+        self.thread.join(PATIENCE)
+        assert not self.thread.is_alive()
