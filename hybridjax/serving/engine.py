@@ -1,0 +1,308 @@
+"""The engine: a model, a tokenizer and a thread that serves requests. ``FrontDoor`` for servers,
+``generate`` for programs."""
+
+import atexit
+import dataclasses
+import functools
+import queue
+import random
+import threading
+import time
+import uuid
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridjax.configs import EngineConfig
+from hybridjax.errors import ConfigError, RequestError
+from hybridjax.serving.api import (
+    EngineInfo,
+    GenerationResult,
+    OnOutput,
+    Prompt,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
+from hybridjax.serving.loop import EngineLoop, Entry
+from hybridjax.serving.output import OutputProcessor, TextSource
+from hybridjax.serving.plan import Runner
+from hybridjax.serving.request import Limits, make_request
+from hybridjax.serving.scheduler import Scheduler
+
+MakeTextSource = Callable[[Any, bool], TextSource]
+
+
+class Engine:
+    """Serves requests until ``shutdown``; every method may be called from any thread.
+
+    Usable as a context manager, which shuts it down at the end.
+
+    Args:
+      model_path: checkpoint directory, or the name of a bundled model.
+      fields: the other fields of ``EngineConfig``.
+
+    Raises:
+      ConfigError: an unknown field, a value that cannot work, or a model that does not fit.
+      CheckpointError: the checkpoint cannot be read.
+    """
+
+    def __init__(self, model_path: str = "tiny-sala", **fields: Any):
+        config = _engine_config(model_path, fields)
+        self._set_up(config, *_load(config))
+
+    @classmethod
+    def from_config(cls, config: EngineConfig) -> "Engine":
+        """An engine for a complete configuration; raises what the constructor raises."""
+        engine = cls.__new__(cls)
+        engine._set_up(config, *_load(config))
+        return engine
+
+    @classmethod
+    def from_parts(
+        cls,
+        config: EngineConfig,
+        runner: Runner,
+        tokenizer: Any = None,
+        info: EngineInfo | None = None,
+        *,
+        eos_tokens: Sequence[int] = (),
+        make_text_source: MakeTextSource | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> "Engine":
+        """An engine around a given runner, which it owns from now on.
+
+        Args:
+          config: only fields about scheduling matter.
+          runner: see ``plan.Runner``.
+          tokenizer: with ``encode``; None serves token ids only.
+          info: what ``info`` returns (default: made from the runner).
+          eos_tokens: the model's end tokens.
+          make_text_source: makes a detokenizer from the tokenizer and skip_special_tokens.
+          clock: seconds.
+        """
+        engine = cls.__new__(cls)
+        engine._set_up(config, runner, tokenizer, tuple(eos_tokens), info, make_text_source, clock)
+        return engine
+
+    def _set_up(
+        self,
+        config: EngineConfig,
+        runner: Runner,
+        tokenizer: Any,
+        eos_tokens: tuple[int, ...],
+        info: EngineInfo | None = None,
+        make_text_source: MakeTextSource | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        running = min(runner.max_decode_rows, runner.num_slots - 1)
+        running = min(running, config.max_running_requests or running)
+        capacity = (runner.num_pages - 1) * runner.page_size
+        context = min(runner.context_length, capacity)
+        self.config = config
+        self.tokenizer = tokenizer
+        self._limits = Limits(context, runner.vocab_size, eos_tokens)
+        self._info = info or EngineInfo(
+            model_name=Path(config.model_path).name,
+            model_path=config.model_path,
+            context_length=context,
+            vocab_size=runner.vocab_size,
+            max_running_requests=running,
+            max_total_tokens=capacity,
+        )
+        self._make_text_source = make_text_source or _detokenizer
+        self._clock = clock
+        self._seeds = random.Random(config.random_seed)
+        self._seed_lock = threading.Lock()
+        scheduler = Scheduler(
+            num_pages=runner.num_pages,
+            num_slots=runner.num_slots,
+            page_size=runner.page_size,
+            max_running=running,
+            max_prefill_tiles=runner.max_prefill_tiles,
+            chunked_prefill_size=config.chunked_prefill_size,
+            num_decode_steps=config.num_continuous_decode_steps,
+            clock=clock,
+        )
+        self._loop = EngineLoop(
+            scheduler,
+            runner,
+            overlap=not config.disable_overlap_schedule,
+            max_queued=config.max_queued_requests,
+        )
+        self._loop.start()
+        # A daemon thread inside a device call would crash an interpreter that forgot to shut down.
+        atexit.register(self.shutdown)
+
+    @property
+    def info(self) -> EngineInfo:
+        """What a server may tell its clients."""
+        return self._info
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether the engine takes requests."""
+        return self._loop.is_healthy
+
+    def submit(
+        self, prompt: Prompt, params: SamplingParams, on_output: OnOutput, *, request_id: str | None = None
+    ) -> str:
+        """Queues a request and returns its id; see ``FrontDoor.submit``."""
+        self._loop.check_accepts([request_id] if request_id is not None else [])
+        entry = self._entry(prompt, params, on_output, request_id)
+        self._loop.add([entry])
+        return entry.request.request_id
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request within a step; see ``FrontDoor.abort``."""
+        self._loop.abort(request_id)
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        *,
+        request_ids: Sequence[str] | None = None,
+    ) -> list[GenerationResult]:
+        """Completes one prompt or several and waits for all of them.
+
+        Args:
+          prompts: a string, a list of token ids, or a list of such prompts; any number of them.
+          params: for all prompts, or one per prompt; default: ``SamplingParams()``.
+          request_ids: one per prompt, unique.
+
+        Returns:
+          One result per prompt, in their order. A request that failed on the way has finish_reason
+          "error" and what it had generated.
+
+        Raises:
+          RequestError: some prompt cannot be served; then none is.
+          EngineDeadError: the engine has stopped.
+        """
+        batch = _prompts(prompts)
+        each = _one_per_prompt("params", params or SamplingParams(), SamplingParams, len(batch))
+        ids = _one_per_prompt("request_ids", request_ids, type(None), len(batch))
+        finished: queue.SimpleQueue[int] = queue.SimpleQueue()
+        events: list[list[RequestOutput]] = [[] for _ in batch]
+
+        def on_output(index: int, event: RequestOutput) -> None:
+            events[index].append(event)
+            if event.finish_reason is not None:
+                finished.put(index)
+
+        entries = [
+            self._entry(prompt, params, functools.partial(on_output, i), request_id)
+            for i, (prompt, params, request_id) in enumerate(zip(batch, each, ids))
+        ]
+        self._loop.add(entries, bounded=False)
+        try:
+            for _ in entries:
+                finished.get()
+        except BaseException:
+            for entry in entries:
+                self.abort(entry.request.request_id)
+            raise
+        return [_result(entry, list_) for entry, list_ in zip(entries, events)]
+
+    def check_integrity(self) -> None:
+        """Raises PoolError unless the queues, lengths and pools agree with each other."""
+        self._loop.check_integrity()
+
+    def shutdown(self) -> None:
+        """Aborts every request, ends the thread and frees the device's memory; idempotent."""
+        atexit.unregister(self.shutdown)
+        self._loop.stop()
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self.shutdown()
+
+    def _entry(
+        self, prompt: Prompt, params: SamplingParams, on_output: OnOutput, request_id: str | None
+    ) -> Entry:
+        """Checks a request and makes what the loop needs to run it."""
+        if not isinstance(prompt, str):
+            ids = prompt
+        elif self.tokenizer is None:
+            raise RequestError(
+                "this engine has no tokenizer; the prompt must be a list of token ids", param="prompt"
+            )
+        else:
+            ids = self.tokenizer.encode(prompt)
+        if self.tokenizer is None and params.stop:
+            raise RequestError("stop strings need a tokenizer, which this engine has not", param="stop")
+        request = make_request(
+            f"req-{uuid.uuid4().hex}" if request_id is None else request_id,
+            ids,
+            params,
+            self._limits,
+            seed=self._next_seed(),
+            arrival=self._clock(),
+        )
+        text_source = None
+        if self.tokenizer is not None:
+            text_source = self._make_text_source(self.tokenizer, params.skip_special_tokens)
+        return Entry(request, OutputProcessor(request, text_source), on_output)
+
+    def _next_seed(self) -> int:
+        with self._seed_lock:
+            return self._seeds.getrandbits(63)
+
+
+def _engine_config(model_path: str, fields: dict[str, Any]) -> EngineConfig:
+    known = [field.name for field in dataclasses.fields(EngineConfig)]
+    unknown = [name for name in fields if name not in known]
+    if unknown:
+        raise ConfigError(f"unknown engine setting {unknown[0]!r}; known: {', '.join(known)}")
+    return EngineConfig(model_path=model_path, **fields)
+
+
+def _load(config: EngineConfig) -> tuple[Runner, Any, tuple[int, ...]]:
+    """Runner, tokenizer and the model's end tokens."""
+    raise NotImplementedError
+
+
+def _detokenizer(tokenizer: Any, skip_special_tokens: bool) -> TextSource:
+    from hybridjax.text import Detokenizer
+
+    return Detokenizer(tokenizer, skip_special_tokens=skip_special_tokens)
+
+
+def _prompts(prompts: Any) -> list[Any]:
+    """A list of prompts from one prompt or several; a list that starts with a number is one prompt."""
+    if isinstance(prompts, str) or (isinstance(prompts, np.ndarray) and prompts.ndim == 1):
+        return [prompts]
+    prompts = list(prompts)
+    if prompts and isinstance(prompts[0], int | np.integer):
+        return [prompts]
+    return prompts
+
+
+def _one_per_prompt(name: str, value: Any, single: type, count: int) -> list[Any]:
+    if isinstance(value, single):
+        return [value] * count
+    values = list(value)
+    if len(values) != count:
+        raise RequestError(f"{name} has {len(values)} entries for {count} prompts", param=name)
+    return values
+
+
+def _result(entry: Entry, events: Sequence[RequestOutput]) -> GenerationResult:
+    last = events[-1]
+    assert last.finish_reason is not None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    if entry.request.params.logprobs is not None:
+        logprobs = tuple(item for event in events for item in event.logprobs or ())
+    return GenerationResult(
+        request_id=entry.request.request_id,
+        prompt_token_ids=tuple(entry.request.prompt_ids.tolist()),
+        token_ids=tuple(token for event in events for token in event.token_ids),
+        text="".join(event.text for event in events),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=logprobs,
+    )

@@ -1,0 +1,328 @@
+"""The engine's thread: takes requests from any thread and runs them on a runner.
+
+The loop launches step n+1 before it reads step n: take new requests and aborts, plan, launch, and
+only then wait for the oldest step in flight. Every accepted request gets exactly one last event,
+whatever fails: its own processing (only this request ends), a step (the admitted requests end), or
+the loop itself (all end).
+"""
+
+import collections
+import concurrent.futures
+import dataclasses
+import logging
+import threading
+from collections.abc import Sequence
+
+from hybridjax.errors import EngineDeadError, HybridJaxError, QueueFullError, RequestError
+from hybridjax.serving.api import FinishReason, OnOutput, RequestOutput
+from hybridjax.serving.output import OutputProcessor
+from hybridjax.serving.plan import Handle, NotLaunchedError, Plan, PrefillRow, Runner, StepResult
+from hybridjax.serving.pools import PoolError
+from hybridjax.serving.request import Request
+from hybridjax.serving.scheduler import Scheduler
+
+logger = logging.getLogger(__name__)
+
+_STEP_FAILED = "a step failed on the device; the server's log says why"
+
+
+@dataclasses.dataclass(eq=False, frozen=True)
+class Entry:
+    """An accepted request and where its events go."""
+
+    request: Request
+    processor: OutputProcessor
+    on_output: OnOutput
+
+
+class EngineLoop:
+    """Runs accepted requests to their last event.
+
+    ``add``, ``abort``, ``check_integrity`` and ``stop`` may be called from any thread, also from within
+    ``on_output``. Everything else, and the scheduler and the runner with it, belongs to the loop's thread.
+
+    Args:
+      scheduler: owned by the loop from now on.
+      runner: owned likewise; closed when the loop ends.
+      overlap: launch a step before the previous one has been read.
+      max_queued: requests that may wait for admission.
+    """
+
+    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool, max_queued: int):
+        self._scheduler = scheduler
+        self._runner = runner
+        self._depth = 1 if overlap else 0
+        self._max_queued = max_queued
+        self._in_flight: collections.deque[tuple[Plan, Handle]] = collections.deque()
+        self._pools_suspect = False
+        # Shared between threads, guarded by the condition's lock.
+        self._condition = threading.Condition()
+        self._live: dict[str, Entry] = {}
+        self._inbox: list[Entry] = []
+        self._aborts: list[Entry] = []
+        self._checks: list[concurrent.futures.Future[None]] = []
+        self._stopping = False
+        self._ended = False
+        self._failed = False
+        self._thread = threading.Thread(target=self._run, name="hybridjax-engine", daemon=True)
+
+    def start(self) -> None:
+        """Starts the thread."""
+        self._thread.start()
+
+    @property
+    def is_healthy(self) -> bool:
+        """Whether new requests are taken."""
+        return not self._stopping and not self._ended and self._thread.is_alive()
+
+    def check_accepts(self, request_ids: Sequence[str] = (), *, bounded: bool = True) -> None:
+        """Raises what ``add`` would raise for these ids now. Modifies nothing."""
+        with self._condition:
+            if self._stopping or self._ended:
+                why = "failed; its log says why" if self._failed else "has been shut down"
+                raise EngineDeadError(f"the engine {why}")
+            if bounded and len(self._inbox) + self._scheduler.num_waiting >= self._max_queued:
+                raise QueueFullError(f"{self._max_queued} requests are waiting already")
+            for i, request_id in enumerate(request_ids):
+                if request_id in self._live or request_id in request_ids[:i]:
+                    raise RequestError(
+                        f"request_id {request_id!r} is in use",
+                        param="request_id",
+                        code="duplicate_request_id",
+                    )
+
+    def add(self, entries: Sequence[Entry], *, bounded: bool = True) -> None:
+        """Accepts requests, all or none; each gets exactly one last event from now on.
+
+        Raises:
+          EngineDeadError: the loop has ended or is about to.
+          QueueFullError: too many requests wait (only if ``bounded``).
+          RequestError: a request id is in use.
+        """
+        with self._condition:
+            self.check_accepts([entry.request.request_id for entry in entries], bounded=bounded)
+            for entry in entries:
+                self._live[entry.request.request_id] = entry
+            self._inbox.extend(entries)
+            self._condition.notify()
+
+    def abort(self, request_id: str) -> None:
+        """Ends a request within a step; an unknown or finished id is ignored."""
+        with self._condition:
+            entry = self._live.get(request_id)
+            if entry is not None:
+                self._aborts.append(entry)
+                self._condition.notify()
+
+    def stop(self) -> None:
+        """Aborts everything, ends the thread and closes the runner; idempotent, waits for the end.
+
+        From within ``on_output`` it does not wait.
+        """
+        with self._condition:
+            self._stopping = True
+            self._condition.notify()
+        if threading.current_thread() is not self._thread and self._thread.ident is not None:
+            self._thread.join()
+
+    def check_integrity(self) -> None:
+        """Raises PoolError unless queues, lengths and pools agree. Checked between two steps."""
+        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        with self._condition:
+            direct = self._ended or threading.current_thread() is self._thread
+            if not direct:
+                self._checks.append(done)
+                self._condition.notify()
+        if direct:
+            self._scheduler.check_integrity()
+        else:
+            done.result()
+
+    def _run(self) -> None:
+        try:
+            while self._take():
+                self._step()
+        except Exception:
+            logger.exception("the engine has failed")
+            self._failed = True
+        finally:
+            self._end_all()
+
+    def _take(self) -> bool:
+        """Waits for something to do and takes what other threads have asked for; False to stop."""
+        with self._condition:
+            while not (
+                self._stopping
+                or self._inbox
+                or self._aborts
+                or self._checks
+                or self._in_flight
+                or self._scheduler.has_work
+            ):
+                self._condition.wait()
+            if self._stopping:
+                return False
+            inbox, self._inbox = self._inbox, []
+            aborts, self._aborts = self._aborts, []
+            checks, self._checks = self._checks, []
+            for entry in inbox:
+                self._scheduler.add(entry.request)
+        for entry in aborts:
+            self._end(entry, "abort")
+        self._answer(checks)
+        return True
+
+    def _step(self) -> None:
+        """Launches the next plan, if any, and reads the oldest step unless it can stay in flight."""
+        plan = self._scheduler.next_plan()
+        launched = plan is not None and self._launch(plan)
+        if self._in_flight and (not launched or len(self._in_flight) > self._depth):
+            self._read_oldest()
+        elif plan is None and self._scheduler.has_work:
+            logger.error("nothing can be planned although requests are unfinished")
+            self._pools_suspect = True
+        if not self._scheduler.has_work and not self._in_flight:
+            self._check_when_idle()
+        if self._pools_suspect:
+            self._reset_pools()
+
+    def _launch(self, plan: Plan) -> bool:
+        try:
+            for row in plan.rows:
+                if isinstance(row, PrefillRow) and row.start == row.request.cached:
+                    self._runner.admit(row.request)
+            handle = self._runner.launch(plan)
+        except NotLaunchedError:
+            logger.exception("a step could not be launched")
+            self._fail_requests([row.request for row in plan.rows])
+            return False
+        except Exception:
+            logger.exception("launching a step has failed")
+            self._recover(earlier_steps_count=True)
+            return False
+        self._in_flight.append((plan, handle))
+        return True
+
+    def _read_oldest(self) -> None:
+        plan, handle = self._in_flight.popleft()
+        try:
+            result = self._runner.read(handle)
+        except Exception:
+            logger.exception("a step has failed")
+            self._recover(earlier_steps_count=False)
+            return
+        self._apply(plan, result)
+
+    def _apply(self, plan: Plan, result: StepResult) -> None:
+        """Hands each row's tokens to its request; rows of requests that have ended are dropped."""
+        for column, row in enumerate(plan.rows):
+            entry = self._live.get(row.request.request_id)
+            if entry is None or entry.request is not row.request:
+                continue
+            try:
+                self._scheduler.confirm(row)
+                if isinstance(row, PrefillRow):
+                    event = entry.processor.push(result, column, 1) if row.is_last else None
+                else:
+                    event = entry.processor.push(result, column, row.steps)
+            except Exception as error:
+                logger.exception("request %s has failed", row.request.request_id)
+                message = str(error) if isinstance(error, HybridJaxError) else "internal error"
+                self._end(entry, "error", error=message)
+                continue
+            if event is not None and event.finish_reason is not None:
+                self._end(entry, event.finish_reason, event)
+            elif event is not None:
+                self._emit(entry, event)
+
+    def _end(
+        self, entry: Entry, reason: FinishReason, event: RequestOutput | None = None, error: str | None = None
+    ) -> None:
+        """Frees what a request holds and emits its last event; nothing if it has ended before."""
+        with self._condition:
+            if self._live.get(entry.request.request_id) is not entry:
+                return
+            del self._live[entry.request.request_id]
+        try:
+            self._scheduler.finish(entry.request, reason)
+        except PoolError:
+            logger.exception("freeing request %s has failed", entry.request.request_id)
+            self._pools_suspect = True
+        self._emit(entry, event or entry.processor.end(reason, error))
+
+    def _emit(self, entry: Entry, event: RequestOutput) -> None:
+        try:
+            entry.on_output(event)
+        except Exception:
+            logger.exception("on_output of request %s has raised", entry.request.request_id)
+
+    def _fail_requests(self, requests: Sequence[Request]) -> None:
+        """Ends requests because of a step."""
+        for request in requests:
+            entry = self._live.get(request.request_id)
+            if entry is not None and entry.request is request:
+                self._end(entry, "error", error=_STEP_FAILED)
+
+    def _recover(self, *, earlier_steps_count: bool) -> None:
+        """After a failed step: ends every admitted request, as its state may be lost, and starts anew.
+
+        Args:
+          earlier_steps_count: what is in flight was launched before the failure, so its results are
+            good until one of them fails too.
+
+        Raises:
+          EngineDeadError: the runner cannot go on.
+        """
+        usable = earlier_steps_count
+        while self._in_flight:
+            plan, handle = self._in_flight.popleft()
+            try:
+                result = self._runner.read(handle)
+            except Exception:
+                logger.exception("a step in flight beside a failed one has failed too")
+                usable = False
+                continue
+            if usable:
+                self._apply(plan, result)
+        self._fail_requests(self._scheduler.admitted)
+        if not self._runner.recover():
+            raise EngineDeadError("the runner cannot go on after a failed step")
+
+    def _check_when_idle(self) -> None:
+        try:
+            self._scheduler.check_integrity()
+        except PoolError:
+            logger.exception("the idle pools are not whole")
+            self._pools_suspect = True
+
+    def _reset_pools(self) -> None:
+        """Goes on with fresh pools after they have contradicted themselves; admitted requests end."""
+        self._fail_requests(self._scheduler.admitted)
+        self._scheduler.rebuild_pools()
+        self._pools_suspect = False
+
+    def _answer(self, checks: Sequence[concurrent.futures.Future[None]]) -> None:
+        for done in checks:
+            try:
+                self._scheduler.check_integrity()
+            except Exception as error:
+                done.set_exception(error)
+            else:
+                done.set_result(None)
+
+    def _end_all(self) -> None:
+        with self._condition:
+            self._ended = True
+            entries, checks = list(self._live.values()), self._checks
+            self._inbox, self._aborts, self._checks = [], [], []
+        for entry in entries:
+            if self._failed:
+                self._end(entry, "error", error="the engine has failed")
+            else:
+                self._end(entry, "abort")
+        self._in_flight.clear()
+        self._answer(checks)
+        try:
+            self._runner.close()
+        except Exception:
+            logger.exception("closing the runner has failed")

@@ -1,0 +1,290 @@
+import logging
+
+import numpy as np
+import pytest
+from serving_fakes import (
+    FakeRunner,
+    FakeTokenizer,
+    Recorder,
+    alone,
+    engine_of,
+    prompt_of,
+    refuse,
+    serving,
+    submit_together,
+)
+
+from hybridjax.errors import EngineDeadError
+from hybridjax.serving.api import SamplingParams
+from hybridjax.serving.plan import DecodePlan, PrefillPlan, StepResult
+
+GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
+LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
+
+
+@pytest.fixture(autouse=True)
+def expected_logs(caplog):
+    """Failures are logged with their traceback; nothing else is."""
+    caplog.set_level(logging.ERROR, logger="hybridjax.serving")
+    yield
+    assert caplog.get_records("call")
+
+
+def break_down(plan) -> None:
+    raise RuntimeError("planted")
+
+
+def once(condition, action=break_down):
+    """A hook that acts at the first plan for which the condition holds."""
+    done = []
+
+    def hook(plan):
+        if not done and condition(plan):
+            done.append(plan)
+            action(plan)
+
+    return hook
+
+
+def names(plan) -> set[str]:
+    return {row.request.request_id for row in plan.rows}
+
+
+def test_a_plan_that_cannot_be_launched_fails_alone():
+    with serving(chunked_prefill_size=64) as (engine, runner):
+        recorder = Recorder()
+        bad = once(lambda plan: isinstance(plan, PrefillPlan) and "bad" in names(plan), refuse)
+        requests = [("first", 10, LONG), ("bad", 100, LONG), ("second", 10, LONG)]
+        submit_together(engine, runner, recorder, requests, bad)
+        recorder.wait(3)
+        assert recorder.reason("bad") == "error"
+        assert recorder.tokens("bad") == []
+        for name in ("first", "second"):
+            assert recorder.tokens(name) == alone(engine, prompt_of(10), LONG)
+        assert runner.recoveries == 0
+        assert engine.is_healthy
+
+
+@pytest.mark.parametrize("where", ["launch", "read", "admit"])
+@pytest.mark.parametrize("overlap", [True, False])
+def test_a_failed_step_fails_admitted_requests_and_serving_goes_on(where, overlap):
+    fields = {"max_running_requests": 2, "disable_overlap_schedule": not overlap}
+    with serving(**fields) as (engine, runner):
+        recorder = Recorder()
+        at_decode = once(lambda plan: isinstance(plan, DecodePlan) and len(plan.rows) == 2)
+        on_launch = at_decode if where == "launch" else None
+        if where == "read":
+            runner.on_read = at_decode
+        if where == "admit":
+            admit = runner.admit
+
+            def failing(request):
+                if request.request_id == "b" and not runner.recoveries:
+                    raise RuntimeError("planted")
+                admit(request)
+
+            runner.admit = failing  # type: ignore[method-assign]
+        requests = [(name, 70, LONG) for name in "abcd"]
+        submit_together(engine, runner, recorder, requests, on_launch)
+        recorder.wait(4)
+        expected = alone(engine, prompt_of(70), LONG)
+        for name in "ab":
+            tokens = recorder.tokens(name)
+            assert recorder.reason(name) == "error"
+            assert tokens == expected[: len(tokens)]
+        for name in "cd":
+            assert recorder.tokens(name) == expected
+        error = recorder.events["a"][-1].error
+        assert error and "planted" not in error, "what exactly broke is for the log"
+        assert runner.recoveries == 1
+        assert engine.is_healthy
+        engine.check_integrity()
+
+
+def test_results_of_steps_before_a_failed_launch_still_count():
+    with serving(num_continuous_decode_steps=4) as (engine, runner):
+        recorder = Recorder()
+        runner.on_launch = once(lambda plan: isinstance(plan, DecodePlan) and plan.rows[0].position == 18)
+        request_id = engine.submit(prompt_of(10), LONG, recorder)
+        recorder.wait()
+        assert recorder.reason(request_id) == "error"
+        assert recorder.tokens(request_id) == alone(engine, prompt_of(10), LONG)[: 1 + 4 + 4]
+
+
+def test_steps_launched_after_a_failed_one_do_not_count():
+    with serving(num_continuous_decode_steps=4) as (engine, runner):
+        recorder = Recorder()
+        runner.on_read = once(lambda plan: isinstance(plan, DecodePlan) and plan.rows[0].position == 14)
+        request_id = engine.submit(prompt_of(10), LONG, recorder)
+        recorder.wait()
+        assert recorder.reason(request_id) == "error"
+        assert recorder.tokens(request_id) == alone(engine, prompt_of(10), LONG)[: 1 + 4]
+        assert runner.plans[-1].rows[0].position == 18, "was launched, and read only to be dropped"
+
+
+@pytest.mark.parametrize("recovery", ["refuses", "raises"])
+@pytest.mark.parametrize("where", ["on_launch", "on_read"])
+def test_an_engine_that_cannot_recover_fails_everything(where, recovery):
+    runner = FakeRunner(recoverable=False)
+    if recovery == "raises":
+        runner.recover = lambda: break_down(None)  # type: ignore[method-assign,assignment]
+    engine = engine_of(runner, max_running_requests=2)
+    recorder = Recorder()
+    at_decode = once(lambda plan: isinstance(plan, DecodePlan))
+    runner.on_read = at_decode if where == "on_read" else runner.on_read
+    requests = [(name, 70, LONG) for name in "abcd"]
+    submit_together(engine, runner, recorder, requests, at_decode if where == "on_launch" else None)
+    recorder.wait(4)
+    assert {recorder.reason(name) for name in "abcd"} == {"error"}
+    assert all(recorder.events[name][-1].error for name in "abcd")
+    engine._loop._thread.join()
+    assert not engine.is_healthy
+    with pytest.raises(EngineDeadError, match="failed"):
+        engine.submit([1], GREEDY, recorder)
+    assert runner.closed == 1
+    engine.check_integrity()
+    engine.shutdown()
+    assert runner.closed == 1
+    assert runner.violations == []
+
+
+def test_a_detokenizer_that_raises_fails_only_its_request():
+    class Bad:
+        def push(self, ids, /):
+            raise ValueError("planted")
+
+        def flush(self):
+            return ""
+
+    with serving(tokenizer=FakeTokenizer()) as (engine, _):
+        recorder = Recorder()
+        make = engine._make_text_source
+        engine._make_text_source = lambda *_: Bad()
+        entry = engine._entry([1, 2], LONG, recorder, "bad")
+        engine._make_text_source = make
+        engine._loop.add([entry])
+        engine.submit([1, 2], LONG, recorder, request_id="good")
+        recorder.wait(2)
+        assert recorder.reason("bad") == "error"
+        assert recorder.events["bad"][-1].error == "internal error"
+        assert recorder.tokens("good") == alone(engine, [1, 2], LONG)
+
+
+def test_numbers_that_are_not_finite_fail_only_their_request():
+    with serving() as (engine, runner):
+        read = runner.read
+
+        def poisoned(handle):
+            result = read(handle)
+            logprobs = result.logprobs.copy()
+            for column, row in enumerate(runner.plans[handle].rows):
+                if row.request.request_id == "bad":
+                    logprobs[-1, column] = np.nan
+            return StepResult(result.tokens, logprobs)
+
+        runner.read = poisoned  # type: ignore[method-assign]
+        recorder = Recorder()
+        for name in ("bad", "good"):
+            engine.submit([1, 2], LONG, recorder, request_id=name)
+        recorder.wait(2)
+        assert recorder.reason("bad") == "error"
+        assert "finite" in (recorder.events["bad"][-1].error or "")
+        assert recorder.tokens("good") == alone(engine, [1, 2], LONG)
+        assert runner.recoveries == 0
+
+
+def test_a_callback_that_raises_disturbs_nobody():
+    with serving() as (engine, _):
+        recorder = Recorder()
+
+        def bad(event):
+            recorder(event)
+            raise ValueError("planted")
+
+        for name, on_output in (("bad", bad), ("good", recorder)):
+            engine.submit([1, 2], LONG, on_output, request_id=name)
+        recorder.wait(2)
+        for name in ("bad", "good"):
+            assert recorder.tokens(name) == alone(engine, [1, 2], LONG)
+
+
+def test_malformed_results_fail_their_requests_but_not_the_engine():
+    with serving() as (engine, runner):
+        read = runner.read
+        broken = [True]
+
+        def short(handle):
+            result = read(handle)
+            if broken.pop() if broken else False:
+                return StepResult(result.tokens[:, :0], result.logprobs[:, :0])
+            return result
+
+        runner.read = short  # type: ignore[method-assign]
+        recorder = Recorder()
+        engine.submit([1, 2], LONG, recorder, request_id="bad")
+        recorder.wait()
+        assert recorder.reason("bad") == "error"
+        assert list(engine.generate([[1, 2]], LONG)[0].token_ids) == alone(engine, [1, 2], LONG)
+
+
+def leak_everything(scheduler):
+    scheduler.pages.allocate(scheduler.pages.available)
+
+
+def leak_a_slot(scheduler):
+    scheduler.slots.allocate()
+
+
+def free_twice(scheduler):
+    scheduler.pages._free.append(scheduler.pages._free[0])
+
+
+@pytest.mark.parametrize("corrupt", [leak_everything, leak_a_slot, free_twice])
+def test_pools_that_contradict_themselves_are_replaced(corrupt):
+    """Planted while a request runs; noticed at the latest when the engine is idle."""
+    with serving() as (engine, runner):
+        scheduler = engine._loop._scheduler
+        runner.on_launch = once(lambda plan: isinstance(plan, DecodePlan), lambda plan: corrupt(scheduler))
+        first = engine.generate([prompt_of(70)], GREEDY)[0]
+        assert list(first.token_ids) == alone(engine, prompt_of(70), GREEDY)
+        engine.check_integrity()
+        second = engine.generate([prompt_of(70)] * 9, GREEDY)
+        assert all(result.token_ids == first.token_ids for result in second)
+        assert scheduler.pages.available == 39
+
+
+def test_a_request_whose_pages_were_freed_under_it_ends_and_serving_goes_on():
+    with serving() as (engine, runner):
+        scheduler = engine._loop._scheduler
+
+        def free_pages(plan):
+            scheduler.pages.release(plan.rows[0].request.pages)
+
+        runner.on_launch = once(lambda plan: isinstance(plan, DecodePlan), free_pages)
+        first = engine.generate([prompt_of(70)], GREEDY)[0]
+        assert first.finish_reason == "length"
+        assert list(engine.generate([prompt_of(70)], GREEDY)[0].token_ids) == list(first.token_ids)
+
+
+def test_a_scheduler_that_raises_ends_the_engine_without_losing_a_request():
+    runner = FakeRunner()
+    engine = engine_of(runner)
+    recorder = Recorder()
+    runner.on_read = once(
+        lambda plan: isinstance(plan, DecodePlan),
+        lambda plan: setattr(engine._loop._scheduler, "next_plan", lambda: break_down(plan)),
+    )
+    for name in "abc":
+        engine.submit([1, 2], LONG, recorder, request_id=name)
+    recorder.wait(3)
+    assert {recorder.reason(name) for name in "abc"} == {"error"}
+    engine.shutdown()
+    assert runner.closed == 1
+
+
+def test_a_runner_that_cannot_close_does_not_keep_shutdown_from_returning():
+    runner = FakeRunner()
+    runner.close = lambda: break_down(None)  # type: ignore[method-assign,assignment]
+    engine = engine_of(runner)
+    engine.shutdown()
+    assert not engine.is_healthy
