@@ -1,6 +1,7 @@
 """What every benchmark shares: the machine's own limits, statistics, and the closing JSON line."""
 
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -24,8 +25,13 @@ def environment() -> dict[str, Any]:
         "python": platform.python_version(),
         "jax": jax.__version__,
         "flax": flax.__version__,
-        "commit": _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain") else ""),
+        "commit": os.environ.get("COMMIT") or _commit(),
     }
+
+
+def _commit() -> str:
+    """Short hash, with a + where files differ from it; a copy without history names it in $COMMIT."""
+    return _git("rev-parse", "--short", "HEAD") + ("+" if _git("status", "--porcelain") else "")
 
 
 def _git(*arguments: str) -> str:

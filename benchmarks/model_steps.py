@@ -148,7 +148,7 @@ def main() -> int:
         print("the check failed; no times are printed")
         return 1
 
-    bandwidth, rate = copy_bandwidth(2**28), matmul_rate(8192, jnp.bfloat16)
+    bandwidth, rate = copy_bandwidth(2**30), matmul_rate(8192, jnp.bfloat16)
     print(f"{environment()}\ncopy {bandwidth / 1e12:.2f} TB/s, bf16 matmul {rate / 1e12:.0f} TFLOP/s")
     config = stack(full, args.layers)
     model = build(config, jnp.bfloat16)

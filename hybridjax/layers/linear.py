@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hybridjax.ops.dispatch import matmul_precision
+from hybridjax.ops.dispatch import einsum_f32, matmul_precision
 
 Initializer = jax.nn.initializers.Initializer
 
@@ -36,16 +36,12 @@ class DenseWeight(nnx.Module):
         return self.value[...].shape
 
     def matmul(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
-        """x [..., in] -> [..., out], accumulated in float32, returned in ``out_dtype`` (that of x)."""
+        """x [..., in] -> [..., out] in ``out_dtype`` (by default that of x)."""
         weight = self.value[...]
-        out = jax.lax.dot_general(
-            x,
-            weight,
-            (((x.ndim - 1,), (1,)), ((), ())),
-            precision=matmul_precision(x.dtype, weight.dtype),
-            preferred_element_type=jnp.float32 if out_dtype == jnp.float32 else None,
-        )
-        return out.astype(out_dtype or x.dtype)
+        if out_dtype == jnp.float32:
+            return einsum_f32("...i,oi->...o", x, weight)
+        precision = matmul_precision(x.dtype, weight.dtype)
+        return jnp.einsum("...i,oi->...o", x, weight, precision=precision).astype(out_dtype or x.dtype)
 
 
 class Linear(nnx.Module):

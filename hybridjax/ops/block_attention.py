@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 
 from hybridjax.batch import TILE
-from hybridjax.ops.dispatch import Op, matmul_precision
+from hybridjax.ops.dispatch import Op, einsum_f32
 
 _WORKSPACE = 2**27  # bytes of float32 scores held at once
 _SEGMENT = 32  # blocks per step of the online softmax
@@ -39,7 +39,6 @@ def _block_attention(
     """
     rows, heads, width = q.shape
     _, groups, block, _ = keys.shape
-    precision = matmul_precision(q.dtype, values.dtype)
     page = jnp.take_along_axis(
         page_table[row_sequence], jnp.maximum(block_ids, 0).reshape(rows, -1), axis=1
     ).reshape(block_ids.shape)
@@ -53,18 +52,12 @@ def _block_attention(
     v = jnp.where(seen[:, :, 0, :, None], v, 0)
 
     q = q.reshape(rows, groups, heads // groups, width)
-    scores = jnp.einsum("nghd,ngtd->nght", q, k, precision=precision, preferred_element_type=jnp.float32)
+    scores = einsum_f32("nghd,ngtd->nght", q, k)
     scores = jnp.where(seen, scale * scores, -jnp.inf)
     top = jnp.max(scores, axis=-1, keepdims=True)
     weights = jnp.exp(scores - jnp.where(jnp.isfinite(top), top, 0.0))
     total = jnp.sum(weights, axis=-1, keepdims=True)
-    out = jnp.einsum(
-        "nght,ngtd->nghd",
-        weights.astype(v.dtype),
-        v,
-        precision=precision,
-        preferred_element_type=jnp.float32,
-    )
+    out = einsum_f32("nght,ngtd->nghd", weights.astype(v.dtype), v)
     out = out / jnp.where(total > 0, total, 1.0)
     return out.reshape(rows, heads, width).astype(q.dtype)
 
@@ -102,7 +95,6 @@ def _attend_tile(keys, values, segment, scale, tile):
     q, table, positions, ids = tile
     _, groups, block, width = keys.shape
     steps = table.shape[0] // segment
-    precision = matmul_precision(q.dtype, values.dtype)
     q = q.reshape(TILE, groups, -1, width)
     row = jnp.arange(TILE)[:, None, None]
     group = jnp.arange(groups)[None, :, None]
@@ -119,19 +111,13 @@ def _attend_tile(keys, values, segment, scale, tile):
         k = jnp.moveaxis(keys[pages], 1, 0).reshape(groups, -1, width)
         v = jnp.moveaxis(values[pages], 1, 0).reshape(groups, -1, width)
         v = jnp.where(jnp.any(seen, axis=(0, 2))[..., None], v, 0)
-        scores = jnp.einsum("rghd,gtd->rght", q, k, precision=precision, preferred_element_type=jnp.float32)
+        scores = einsum_f32("rghd,gtd->rght", q, k)
         scores = jnp.where(seen, scale * scores, _LOWEST)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
         shrink = jnp.exp(top - new_top)
         total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-        product = jnp.einsum(
-            "rght,gtd->rghd",
-            weights.astype(v.dtype),
-            v,
-            precision=precision,
-            preferred_element_type=jnp.float32,
-        )
+        product = einsum_f32("rght,gtd->rghd", weights.astype(v.dtype), v)
         return (new_top, total, out * shrink + product), None
 
     shape = (TILE, groups, q.shape[2])

@@ -138,3 +138,12 @@ def matmul_precision(*dtypes: Any) -> jax.lax.Precision:
     """Full float32 products for float32 operands (no TF32), the default for narrower ones."""
     wide = any(jax.numpy.dtype(d) == jax.numpy.float32 for d in dtypes)
     return jax.lax.Precision.HIGHEST if wide else jax.lax.Precision.DEFAULT
+
+
+def einsum_f32(spec: str, x: jax.Array, y: jax.Array) -> jax.Array:
+    """einsum with float32 products and sums of float32, bfloat16 or float16 operands."""
+    if platform() == "cpu":
+        # XLA's CPU backend has no mixed-precision matmul for every shape.
+        x, y = x.astype(jax.numpy.float32), y.astype(jax.numpy.float32)
+    precision = matmul_precision(x.dtype, y.dtype)
+    return jax.numpy.einsum(spec, x, y, precision=precision, preferred_element_type=jax.numpy.float32)

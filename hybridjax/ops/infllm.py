@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from hybridjax.batch import TILE
 from hybridjax.configs.minicpm_sala import SparseConfig
-from hybridjax.ops.dispatch import Op, matmul_precision
+from hybridjax.ops.dispatch import Op, einsum_f32
 
 PER_BLOCK = 4  # compressed keys per block
 
@@ -90,7 +90,6 @@ def block_scores(
     rows, heads, width = q.shape
     blocks, groups = coarse.shape[:2]
     q = q.reshape(rows, groups, heads // groups, width)
-    precision = matmul_precision(q.dtype)
 
     # Entry e ends with token (e + 1) * stride - 1 and is the mean of 2 * stride keys, so e = 0 is void.
     entry = jnp.arange(blocks * PER_BLOCK)
@@ -100,8 +99,8 @@ def block_scores(
     seen_coarse = (((index + 1) * block_size - 1)[None, :] <= positions[:, None]) & (index > 0)[None, :]
 
     fine = jnp.moveaxis(compressed, 1, 0).reshape(groups, blocks * PER_BLOCK, width)
-    raw = jnp.einsum("rghd,ged->rghe", q, fine, precision=precision, preferred_element_type=jnp.float32)
-    rough = jnp.einsum("rghd,bgd->rghb", q, coarse, precision=precision, preferred_element_type=jnp.float32)
+    raw = einsum_f32("rghd,ged->rghe", q, fine)
+    rough = einsum_f32("rghd,bgd->rghb", q, coarse)
     rough = jnp.where(seen_coarse[:, None, None, :], scale * rough, -jnp.inf)
     top = jnp.max(rough, axis=-1, keepdims=True)
     top = jnp.where(jnp.isfinite(top), top, 0.0)

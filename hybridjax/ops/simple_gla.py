@@ -198,10 +198,14 @@ def _simple_gla_prefill_chunked(q, k, v, slopes, pool, slot, tile_sequence, posi
 
     def step(state, tile):
         add, decay, first, initial = tile
-        before = jnp.where(first, initial, state)
-        return decay * before + add, before
+        state = decay * jnp.where(first, initial, state) + add
+        return state, state
 
-    _, before = jax.lax.scan(step, jnp.zeros_like(pool[0]), (sums, carry, first, initial))
+    # Both what later tiles and what later steps start from comes out of this one loop: computed twice,
+    # the two could differ by a rounding, and the way a prompt is cut would show.
+    _, after = jax.lax.scan(step, jnp.zeros_like(pool[0]), (sums, carry, first, initial))
+    shifted = jnp.concatenate([jnp.zeros_like(after[:1]), after[:-1]])
+    before = jnp.where(first[:, None, None, None], initial, shifted)
     # Tokens decay the incoming state by their rank among the tile's own tokens.
     rank = jnp.cumsum(valid, axis=-1).astype(jnp.float32)
     reach = jnp.exp(-slopes * rank[..., None])[..., None]
@@ -211,8 +215,7 @@ def _simple_gla_prefill_chunked(q, k, v, slopes, pool, slot, tile_sequence, posi
     # The last live tile of each sequence holds its final state; sequences without one go to slot 0.
     order = jnp.where(live, jnp.arange(tiles, dtype=jnp.int32), -1)
     last = jnp.full(slot.shape, -1, jnp.int32).at[tile_sequence].max(order)
-    final = carry[last] * before[last] + sums[last]
-    pool = pool.at[jnp.where(last >= 0, slot, 0)].set(final)
+    pool = pool.at[jnp.where(last >= 0, slot, 0)].set(after[last])
     return out.reshape(tiles * TILE, *out.shape[2:]), pool
 
 
