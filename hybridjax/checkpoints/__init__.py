@@ -1,1 +1,19 @@
+"""Model directories in the Hugging Face layout, bundled models, and training checkpoints.
 
+Orbax is imported only by ``hybridjax.checkpoints.orbax_checkpoints``, which serving never needs.
+"""
+
+from hybridjax.checkpoints.bundled import bundled_models, resolve
+from hybridjax.checkpoints.generation import GenerationDefaults, generation_config
+from hybridjax.checkpoints.loading import load_config, load_model
+from hybridjax.checkpoints.saving import save_pretrained
+
+__all__ = [
+    "GenerationDefaults",
+    "bundled_models",
+    "generation_config",
+    "load_config",
+    "load_model",
+    "resolve",
+    "save_pretrained",
+]

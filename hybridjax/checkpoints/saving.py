@@ -1,0 +1,186 @@
+"""Writes a model as a directory that Hugging Face's tools and ``load_model`` read."""
+
+import os
+import shutil
+import uuid
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridjax.checkpoints.directory import INDEX, SINGLE
+from hybridjax.checkpoints.generation import FILE as GENERATION_CONFIG
+from hybridjax.checkpoints.json_files import write_object
+from hybridjax.checkpoints.parameters import Parameter, parameters_of
+from hybridjax.checkpoints.safetensors_file import write_safetensors
+from hybridjax.errors import CheckpointError
+from hybridjax.models.base import TensorEntry
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+)
+_METADATA = {"format": "pt"}  # transformers refuses files without it
+
+Tensor = tuple[Parameter, TensorEntry]
+
+
+def save_pretrained(
+    model: Any,
+    directory: str | Path,
+    *,
+    max_shard_bytes: int = 5 * 2**30,
+    tokenizer_dir: str | Path | None = None,
+) -> None:
+    """Saves a model under the released tensor names and shapes.
+
+    Writes config.json, generation_config.json and model.safetensors, or shards with an index. All is
+    written to a temporary directory beside the target and renamed at the end, so a crash leaves either
+    the old state or the new one. A checkpoint that is there already is replaced.
+
+    Args:
+      model: a module of one of the registered architectures.
+      directory: the directory to create or replace.
+      max_shard_bytes: tensor bytes per file; a single larger tensor gets a file of its own.
+      tokenizer_dir: where to copy tokenizer files from; None keeps those the target already has.
+
+    Raises:
+      CheckpointError: the target holds files that are no part of a checkpoint, or tokenizer_dir has no
+        tokenizer.json.
+    """
+    target = Path(directory).expanduser().resolve()
+    tokenizer_files = _tokenizer_files(target, tokenizer_dir)
+    _check_replaceable(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    staging.mkdir()
+    try:
+        _write_tensors(staging, parameters_of(model), max_shard_bytes)
+        write_object(staging / "config.json", _config_dict(model))
+        write_object(staging / GENERATION_CONFIG, _generation_dict(model.config))
+        for file in tokenizer_files:
+            shutil.copyfile(file, staging / file.name)
+        for path in (*staging.iterdir(), staging):
+            _flush(path)
+        _swap(staging, target)
+    finally:
+        shutil.rmtree(staging, ignore_errors=True)
+
+
+def _tokenizer_files(target: Path, tokenizer_dir: str | Path | None) -> list[Path]:
+    source = target if tokenizer_dir is None else Path(tokenizer_dir)
+    if tokenizer_dir is not None and not (source / "tokenizer.json").is_file():
+        raise CheckpointError(f"{source}: has no tokenizer.json to copy")
+    return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+
+
+def _check_replaceable(target: Path) -> None:
+    if not target.exists():
+        return
+    if not target.is_dir():
+        raise CheckpointError(f"{target} is a file; give a directory")
+    known = {"config.json", GENERATION_CONFIG, SINGLE, INDEX, *TOKENIZER_FILES}
+    for file in target.iterdir():
+        shard = file.name.startswith("model-") and file.suffix == ".safetensors"
+        if not shard and file.name not in known:
+            raise CheckpointError(
+                f"{target} holds {file.name}, which is no part of a checkpoint and would be lost; "
+                "give another directory"
+            )
+
+
+def _flush(path: Path) -> None:
+    """Waits until a file or directory is on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _swap(staging: Path, target: Path) -> None:
+    """Puts ``staging`` where ``target`` is, which stays whole until then."""
+    old = target.with_name(staging.name.removesuffix(".tmp") + ".old")
+    if target.exists():
+        os.rename(target, old)
+    try:
+        os.rename(staging, target)
+    except OSError:
+        if old.exists():
+            os.rename(old, target)
+        raise
+    shutil.rmtree(old, ignore_errors=True)
+
+
+def _config_dict(model: Any) -> dict[str, Any]:
+    out = model.config.to_dict()
+    bytes_of: Counter[str] = Counter()
+    for parameter in parameters_of(model):
+        bytes_of[parameter.value.dtype.name] += parameter.value.nbytes
+    name = "dtype" if "dtype" in out else "torch_dtype"
+    return out | {name: bytes_of.most_common(1)[0][0]}
+
+
+def _generation_dict(config: Any) -> dict[str, Any]:
+    out: dict[str, Any] = {"do_sample": True}
+    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+        value = getattr(config, name, None)
+        if value is not None:
+            out[name] = list(value) if isinstance(value, tuple) else value
+    return out
+
+
+def _write_tensors(directory: Path, parameters: list[Parameter], max_shard_bytes: int) -> None:
+    tensors = {entry.name: (parameter, entry) for parameter in parameters for entry in parameter.entries}
+    shards = list(_shards(tensors, max_shard_bytes))
+    read = _reader(tensors)
+    weight_map: dict[str, str] = {}
+    for i, names in enumerate(shards):
+        file = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
+        layout = {name: (tensors[name][0].value.dtype, tensors[name][1].shape) for name in names}
+        write_safetensors(directory / file, layout, read, _METADATA)
+        weight_map |= dict.fromkeys(names, file)
+    if len(shards) > 1:
+        total = sum(_nbytes(tensor) for tensor in tensors.values())
+        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
+        write_object(directory / INDEX, index)
+
+
+def _nbytes(tensor: Tensor) -> int:
+    parameter, entry = tensor
+    return int(np.prod(entry.shape)) * parameter.value.dtype.itemsize
+
+
+def _shards(tensors: dict[str, Tensor], max_shard_bytes: int) -> Iterator[list[str]]:
+    names: list[str] = []
+    size = 0
+    for name, tensor in tensors.items():
+        if names and size + _nbytes(tensor) > max_shard_bytes:
+            yield names
+            names, size = [], 0
+        names.append(name)
+        size += _nbytes(tensor)
+    yield names
+
+
+def _reader(tensors: dict[str, Tensor]) -> Callable[[str], np.ndarray]:
+    """Reads tensors from the device, keeping one parameter in host memory for its other tensors."""
+    kept: dict[Any, np.ndarray] = {}
+
+    def read(name: str) -> np.ndarray:
+        parameter, entry = tensors[name]
+        if parameter.path not in kept:
+            kept.clear()
+            kept[parameter.path] = np.asarray(parameter.value)
+        value = kept[parameter.path]
+        return value if value.shape == entry.shape else value[entry.start : entry.start + entry.shape[0]]
+
+    return read

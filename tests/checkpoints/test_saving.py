@@ -1,0 +1,223 @@
+"""Saved directories are complete, bit-equal after loading, and never half-written."""
+
+import json
+import shutil
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from damage import GOLDENS, edit_config, edit_tensors
+from flax import nnx
+from safetensors import safe_open
+from safetensors.numpy import load_file
+
+from hybridjax.checkpoints import generation_config, load_config, load_model, save_pretrained, saving
+from hybridjax.checkpoints.generation import GenerationDefaults
+from hybridjax.configs import MiniCPMSALAConfig
+from hybridjax.errors import CheckpointError
+from hybridjax.models.minicpm_sala import MiniCPMSALA
+
+
+def assert_equal_models(left, right) -> None:
+    assert left.config == right.config and left.dtype == right.dtype
+    pairs = zip(jax.tree.leaves(nnx.state(left)), jax.tree.leaves(nnx.state(right)), strict=True)
+    for a, b in pairs:
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def content(directory: Path) -> dict[str, bytes]:
+    return {file.name: file.read_bytes() for file in directory.iterdir()}
+
+
+@pytest.mark.parametrize("name", ["dense", "sparse", "sparse_wide"])
+def test_a_saved_golden_has_the_original_tensors(tmp_path, name: str):
+    model = load_model(GOLDENS / name)
+    save_pretrained(model, tmp_path / "out")
+    original = load_file(GOLDENS / name / "model.safetensors")
+    saved = load_file(tmp_path / "out" / "model.safetensors")
+    assert saved.keys() == original.keys()
+    for tensor, value in original.items():
+        assert saved[tensor].dtype == value.dtype and saved[tensor].shape == value.shape
+        assert saved[tensor].tobytes() == value.tobytes()
+    assert_equal_models(model, load_model(tmp_path / "out"))
+    assert sorted(content(tmp_path / "out")) == ["config.json", "generation_config.json", "model.safetensors"]
+    with safe_open(tmp_path / "out" / "model.safetensors", "numpy") as file:
+        assert file.metadata() == {"format": "pt"}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_the_saved_dtype_is_in_the_config(tmp_path, dtype: str):
+    model = load_model(GOLDENS / "dense", dtype)
+    model.config = load_config(GOLDENS / "dense")  # says float32
+    save_pretrained(model, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["torch_dtype"] == dtype
+    again = load_model(tmp_path / "out")
+    assert again.dtype == jnp.dtype(dtype)
+    for a, b in zip(jax.tree.leaves(nnx.state(model)), jax.tree.leaves(nnx.state(again)), strict=True):
+        assert a.dtype == b.dtype and np.asarray(a).tobytes() == np.asarray(b).tobytes()
+
+
+def test_a_new_model_comes_back(tmp_path):
+    config = MiniCPMSALAConfig.from_dict(json.loads((GOLDENS / "dense" / "config.json").read_text()))
+    model = MiniCPMSALA(config, dtype=jnp.float32, rngs=nnx.Rngs(7))
+    save_pretrained(model, tmp_path / "deep" / "er")
+    assert_equal_models(model, load_model(tmp_path / "deep" / "er"))
+
+
+def test_tied_embeddings_are_saved_once(tmp_path, golden):
+    edit_config(golden, tie_word_embeddings=True)
+    model = load_model(golden)
+    save_pretrained(model, tmp_path / "out")
+    assert "lm_head.weight" not in load_file(tmp_path / "out" / "model.safetensors")
+    assert_equal_models(model, load_model(tmp_path / "out"))
+
+
+def test_special_values_survive(tmp_path, golden):
+    odd = np.frombuffer(np.uint32([0x7FC00001, 0xFF800000, 0x80000000, 1]).tobytes(), np.float32)
+    edit_tensors(golden / "model.safetensors", lambda t: t["model.norm.weight"].__setitem__(slice(4), odd))
+    save_pretrained(load_model(golden), tmp_path / "out")
+    saved = load_file(tmp_path / "out" / "model.safetensors")["model.norm.weight"]
+    assert saved[:4].tobytes() == odd.tobytes()
+
+
+@pytest.mark.parametrize("limit", [1, 24_832, 50_000, 200_000])
+def test_shards_hold_at_most_the_limit(tmp_path, limit: int):
+    model = load_model(GOLDENS / "dense")
+    save_pretrained(model, tmp_path / "out", max_shard_bytes=limit)
+    index = json.loads((tmp_path / "out" / "model.safetensors.index.json").read_text())
+    original = load_file(GOLDENS / "dense" / "model.safetensors")
+    assert index["metadata"]["total_size"] == sum(value.nbytes for value in original.values())
+    files = sorted(set(index["weight_map"].values()))
+    assert files == [f"model-{i + 1:05d}-of-{len(files):05d}.safetensors" for i in range(len(files))]
+    found = {}
+    for file in files:
+        shard = load_file(tmp_path / "out" / file)
+        assert len(shard) == 1 or sum(value.nbytes for value in shard.values()) <= limit
+        assert all(index["weight_map"][name] == file for name in shard)
+        found |= shard
+    assert {name: value.tobytes() for name, value in found.items()} == {
+        name: value.tobytes() for name, value in original.items()
+    }
+    assert not (tmp_path / "out" / "model.safetensors").exists()
+    assert_equal_models(model, load_model(tmp_path / "out"))
+
+
+def test_saving_over_a_checkpoint_replaces_it(tmp_path):
+    dense, wide = load_model(GOLDENS / "dense"), load_model(GOLDENS / "sparse_wide")
+    save_pretrained(dense, tmp_path / "out", max_shard_bytes=50_000)
+    (tmp_path / "out" / "tokenizer.json").write_text("{}")
+    save_pretrained(wide, tmp_path / "out")
+    names = ["config.json", "generation_config.json", "model.safetensors", "tokenizer.json"]
+    assert sorted(content(tmp_path / "out")) == names
+    assert_equal_models(wide, load_model(tmp_path / "out"))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_a_model_can_be_saved_where_it_came_from(golden):
+    model = load_model(golden)
+    save_pretrained(model, golden)
+    assert_equal_models(model, load_model(golden))
+
+
+def test_a_link_to_a_directory_is_followed(tmp_path, golden):
+    (tmp_path / "link").symlink_to(golden)
+    save_pretrained(load_model(golden), tmp_path / "link")
+    assert (tmp_path / "link").is_symlink() and (golden / "generation_config.json").exists()
+
+
+def test_other_files_are_never_lost(golden):
+    (golden / "notes.txt").write_text("mine")
+    before = content(golden)
+    with pytest.raises(CheckpointError, match="holds notes.txt, which is no part of a checkpoint"):
+        save_pretrained(load_model(golden), golden)
+    assert content(golden) == before
+    with pytest.raises(CheckpointError, match="notes.txt is a file"):
+        save_pretrained(load_model(golden), golden / "notes.txt")
+
+
+@pytest.mark.parametrize("step", ["write_safetensors", "write_object", "_swap"])
+def test_a_failure_leaves_the_old_state(golden, monkeypatch, step: str):
+    model = load_model(golden)
+    before = content(golden)
+
+    def fail(*_):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(saving, step, fail)
+    for target in (golden, golden.parent / "new"):
+        with pytest.raises(OSError, match="disk full"):
+            save_pretrained(model, target)
+    assert content(golden) == before
+    assert [path.name for path in golden.parent.iterdir()] == [golden.name]
+
+
+def test_a_failed_rename_puts_the_old_directory_back(golden, monkeypatch):
+    model, before = load_model(golden), content(golden)
+    rename = saving.os.rename
+
+    def once(source, target):
+        if str(source).endswith(".tmp"):
+            raise OSError("no rename")
+        rename(source, target)
+
+    monkeypatch.setattr(saving.os, "rename", once)
+    with pytest.raises(OSError, match="no rename"):
+        save_pretrained(model, golden)
+    assert content(golden) == before
+    assert [path.name for path in golden.parent.iterdir()] == [golden.name]
+
+
+def test_tokenizer_files_are_copied(tmp_path):
+    source = tmp_path / "tokenizer"
+    source.mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "other.bin"):
+        (source / name).write_text(name)
+    model = load_model(GOLDENS / "dense")
+    save_pretrained(model, tmp_path / "out", tokenizer_dir=source)
+    saved = content(tmp_path / "out")
+    assert (
+        saved["tokenizer.json"] == b"tokenizer.json"
+        and saved["chat_template.jinja"] == b"chat_template.jinja"
+    )
+    assert "other.bin" not in saved
+    shutil.rmtree(source)
+    with pytest.raises(CheckpointError, match="has no tokenizer.json to copy"):
+        save_pretrained(model, tmp_path / "out", tokenizer_dir=source)
+
+
+def test_generation_defaults_of_a_saved_model(tmp_path):
+    save_pretrained(load_model(GOLDENS / "dense"), tmp_path / "out")
+    assert generation_config(tmp_path / "out") == GenerationDefaults(
+        eos_token_id=(2, 96), bos_token_id=1, pad_token_id=2, do_sample=True
+    )
+
+
+def test_generation_defaults_are_read(tmp_path):
+    assert generation_config(tmp_path) == GenerationDefaults()
+    values = {"eos_token_id": 7, "temperature": 1, "top_p": 0.8, "top_k": 20, "do_sample": False, "other": []}
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    defaults = generation_config(tmp_path)
+    assert (defaults.eos_token_id, defaults.temperature, defaults.top_p) == ((7,), 1, 0.8)
+    assert (defaults.top_k, defaults.do_sample, defaults.min_p) == (20, False, None)
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"eos_token_id": "x"}, "eos_token_id is 'x'; it must be an id or a list of ids"),
+        ({"eos_token_id": [True]}, "eos_token_id"),
+        ({"temperature": "hot"}, "temperature is 'hot'; it must be of type int or float"),
+        ({"temperature": float("nan")}, "temperature is nan"),
+        ({"top_k": 1.5}, "top_k is 1.5; it must be of type int"),
+        ({"top_k": True}, "top_k is True"),
+        ({"do_sample": 1}, "do_sample is 1; it must be of type bool"),
+        ([], "must be an object"),
+    ],
+)
+def test_broken_generation_defaults(tmp_path, values, message: str):
+    (tmp_path / "generation_config.json").write_text(json.dumps(values))
+    with pytest.raises(CheckpointError, match=message):
+        generation_config(tmp_path)
