@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 
 from hybridjax.batch import TILE
-from hybridjax.ops.dispatch import Op, einsum_f32
+from hybridjax.ops.dispatch import Op, einsum_f32, tiles_at_once
 
-_WORKSPACE = 2**27  # bytes of float32 scores held at once
 _SEGMENT = 32  # blocks per step of the online softmax
 
 
@@ -85,7 +84,7 @@ def _block_attention_tiled(
             positions.reshape(tiles, TILE),
             block_ids.reshape(tiles, TILE, *block_ids.shape[1:]),
         ),
-        batch_size=max(1, min(tiles, _WORKSPACE // per_tile)),
+        batch_size=tiles_at_once(tiles, per_tile),
     )
     return out.reshape(q.shape)
 
@@ -95,7 +94,10 @@ def _attend_tile(keys, values, segment, scale, tile):
     q, table, positions, ids = tile
     _, groups, block, width = keys.shape
     steps = table.shape[0] // segment
-    q = q.reshape(TILE, groups, -1, width)
+    # Query heads of a group join the rows, so that scores are one plain matrix per group.
+    q = jnp.moveaxis(q.reshape(TILE, groups, -1, width), 0, 1)
+    per_group = q.shape[2]
+    q = q.reshape(groups, TILE * per_group, width)
     row = jnp.arange(TILE)[:, None, None]
     group = jnp.arange(groups)[None, :, None]
     # -1 points one past the end and is dropped.
@@ -107,20 +109,21 @@ def _attend_tile(keys, values, segment, scale, tile):
         pages, listed, first = item
         token = (first + jnp.arange(segment))[:, None] * block + jnp.arange(block)
         seen = listed[..., None] & (token[None, None] <= positions[:, None, None, None])
-        seen = seen.reshape(TILE, groups, 1, -1)
+        seen = jnp.moveaxis(seen.reshape(TILE, groups, -1), 0, 1)
         k = jnp.moveaxis(keys[pages], 1, 0).reshape(groups, -1, width)
         v = jnp.moveaxis(values[pages], 1, 0).reshape(groups, -1, width)
-        v = jnp.where(jnp.any(seen, axis=(0, 2))[..., None], v, 0)
-        scores = einsum_f32("rghd,gtd->rght", q, k)
+        v = jnp.where(jnp.any(seen, axis=1)[..., None], v, 0)
+        seen = jnp.repeat(seen, per_group, axis=1)
+        scores = einsum_f32("gmd,gtd->gmt", q, k)
         scores = jnp.where(seen, scale * scores, _LOWEST)
         new_top = jnp.maximum(top, jnp.max(scores, axis=-1, keepdims=True))
         weights = jnp.where(seen, jnp.exp(scores - new_top), 0.0)
         shrink = jnp.exp(top - new_top)
         total = total * shrink + jnp.sum(weights, axis=-1, keepdims=True)
-        product = einsum_f32("rght,gtd->rghd", weights.astype(v.dtype), v)
+        product = einsum_f32("gmt,gtd->gmd", weights.astype(v.dtype), v)
         return (new_top, total, out * shrink + product), None
 
-    shape = (TILE, groups, q.shape[2])
+    shape = q.shape[:2]
     start = (
         jnp.full((*shape, 1), _LOWEST, jnp.float32),
         jnp.zeros((*shape, 1), jnp.float32),
@@ -133,6 +136,7 @@ def _attend_tile(keys, values, segment, scale, tile):
     )
     (_, total, out), _ = jax.lax.scan(step, start, items)
     out = out / jnp.where(total > 0, total, 1.0)
+    out = jnp.moveaxis(out.reshape(groups, TILE, per_group, width), 1, 0)
     return out.reshape(TILE, -1, width).astype(q.dtype)
 
 

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 
 from hybridjax.batch import TILE
 from hybridjax.configs.minicpm_sala import SparseConfig
-from hybridjax.ops.dispatch import Op, einsum_f32
+from hybridjax.ops.dispatch import Op, einsum_f32, tiles_at_once
 
 PER_BLOCK = 4  # compressed keys per block
 
@@ -210,7 +210,7 @@ def _select_blocks_tiled(
             page_table[row_sequence[::TILE]],
             positions.reshape(tiles, TILE),
         ),
-        batch_size=max(1, min(tiles, _WORKSPACE // per_tile)),
+        batch_size=tiles_at_once(tiles, per_tile),
     )
     return ids.reshape(tiles * TILE, *ids.shape[2:])
 
@@ -220,8 +220,6 @@ def selects(page_table: jax.Array, config: SparseConfig) -> bool:
     blocks = page_table.shape[1]
     return blocks > config.selected_blocks and blocks * config.block_size >= config.dense_len
 
-
-_WORKSPACE = 2**27  # bytes of scores held at once
 
 update_compressed = Op("update_compressed", _update_compressed)
 select_blocks = Op("select_blocks", _select_blocks)
