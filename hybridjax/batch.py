@@ -8,9 +8,14 @@ those pytrees; docs/design.md says who creates, owns and frees them.
 import dataclasses
 import enum
 import functools
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+
+# Called with a name such as "layers.3.block_ids" and a value while a model runs: for tests, notebooks
+# and draft models that read hidden states. Under jit the values are tracers.
+Probe = Callable[[str, jax.Array], None]
 
 TILE = 64  # rows per tile; recurrences run on this grid, anchored at absolute position 0
 

@@ -6,10 +6,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hybridjax.batch import Batch, Mode, PagedCache
+from hybridjax.batch import Batch, Mode, PagedCache, Probe
 from hybridjax.configs import MiniCPMSALAConfig, SparseConfig
 from hybridjax.layers.linear import Initializer, Linear
-from hybridjax.models.base import Probe
 from hybridjax.ops import block_attention, gated, rotary, select_blocks, update_compressed
 from hybridjax.ops.infllm import PER_BLOCK
 

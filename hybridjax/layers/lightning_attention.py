@@ -4,11 +4,10 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hybridjax.batch import Batch, Mode, RecurrentCache
+from hybridjax.batch import Batch, Mode, Probe, RecurrentCache
 from hybridjax.configs import MiniCPMSALAConfig
 from hybridjax.layers.linear import Initializer, Linear
 from hybridjax.layers.norm import RMSNorm
-from hybridjax.models.base import Probe
 from hybridjax.ops import gated, rotary, simple_gla_decode, simple_gla_prefill, simple_gla_whole
 from hybridjax.ops.simple_gla import decay_slopes
 

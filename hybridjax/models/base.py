@@ -1,18 +1,13 @@
 """What every model offers to the engine, the trainer and the checkpoint code."""
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any, Protocol
 
 import jax
 
-from hybridjax.batch import Batch, State
+from hybridjax.batch import Batch, Probe, State
 
 Path = tuple[str | int, ...]
-
-# Called with a name such as "layers.3.block_ids" and a value while a model runs: for tests, notebooks
-# and draft models that read hidden states. Under jit the values are tracers.
-Probe = Callable[[str, jax.Array], None]
 
 
 @dataclasses.dataclass(frozen=True)

@@ -6,11 +6,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from hybridjax.batch import Batch, LayerCache, PagedCache, RecurrentCache, State
+from hybridjax.batch import Batch, LayerCache, PagedCache, Probe, RecurrentCache, State
 from hybridjax.configs import MiniCPMSALAConfig
 from hybridjax.configs.minicpm_sala import SPARSE
 from hybridjax.layers import Embedding, InfLLMAttention, LightningAttention, Linear, RMSNorm, SwiGLU
-from hybridjax.models.base import Path, Probe, StateSize, TensorEntry
+from hybridjax.models.base import Path, StateSize, TensorEntry
 from hybridjax.ops.infllm import PER_BLOCK
 
 

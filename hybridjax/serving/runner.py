@@ -16,7 +16,7 @@ import numpy as np
 from flax import nnx
 from tqdm import tqdm
 
-from hybridjax.batch import TILE
+from hybridjax.batch import TILE, RecurrentCache
 from hybridjax.configs import EngineConfig
 from hybridjax.ops.dispatch import override
 from hybridjax.ops.sampling import init_sampler_state, neutral_rows, reset_slot, seed_words
@@ -130,7 +130,7 @@ class ModelRunner:
     def slot_state(self, slot: int) -> list[np.ndarray]:
         """Copies of a slot's recurrent states, one per linear layer, for tests and notebooks."""
         caches = self._live_state().caches
-        return [np.asarray(c.state[slot]) for c in caches if hasattr(c, "state")]
+        return [np.asarray(c.state[slot]) for c in caches if isinstance(c, RecurrentCache)]
 
     def _new_state(self) -> DeviceState:
         return DeviceState(self._init_caches(), init_sampler_state(self.num_slots, self.vocab_size))

@@ -1,0 +1,50 @@
+# `make serve` and `make test` set up everything they need in .venv on a fresh machine.
+
+PYTHON ?= $(shell for p in python3.12 python3.13 python3.14 python3 python; do \
+  $$p -c 'import sys; sys.exit(sys.version_info < (3, 12))' 2>/dev/null && echo $$p && break; done)
+MODEL ?= tiny-sala
+EXTRAS ?=
+ARGS ?=
+BIN := .venv/bin
+
+.PHONY: help venv serve test lint notebooks train bench clean
+
+help:
+	@echo "make serve [MODEL=tiny-sala] [ARGS='--port 30000']   set up, then serve an OpenAI-compatible API"
+	@echo "make test                                            set up, then run the tests"
+	@echo "make lint | notebooks | bench | clean"
+	@echo "EXTRAS=cuda13 (or cuda12) installs the GPU build of JAX"
+
+# Installing for serving needs less than installing for development.
+.venv/serve.stamp: pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "hybridjax needs Python 3.12 or newer; set PYTHON=/path/to/python3.12" >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.$(if $(EXTRAS),[$(EXTRAS)])'
+	touch $@
+
+.venv/dev.stamp: .venv/serve.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[dev,notebooks]'
+	touch $@
+
+venv: .venv/dev.stamp
+
+serve: .venv/serve.stamp
+	$(BIN)/python -m hybridjax.serve --model-path $(MODEL) $(ARGS)
+
+test: .venv/dev.stamp
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: .venv/dev.stamp
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+notebooks: .venv/dev.stamp
+	$(BIN)/python -m pytest --nbmake --nbmake-timeout=300 -p no:cacheprovider notebooks $(ARGS)
+
+bench: .venv/dev.stamp
+	$(BIN)/python -m benchmarks.serving $(ARGS)
+
+clean:
+	rm -rf .venv .pytest_cache .ruff_cache .hypothesis runs build dist *.egg-info
