@@ -97,9 +97,9 @@ def _train(arguments: argparse.Namespace) -> None:
     from hybridjax.training.trainer import Trainer, headline, stop_on_signals
 
     run_dir = arguments.run_dir or Path("runs", config.name)
-    trainer = Trainer(config, load_prepared(Path(config.data.directory)), run_dir)
+    trainer = Trainer(config, load_prepared(Path(config.data.directory)))
     with stop_on_signals() as stop:
-        result = trainer.run(resume=arguments.resume, max_seconds=arguments.max_seconds, stop=stop)
+        result = trainer.run(run_dir, resume=arguments.resume, max_seconds=arguments.max_seconds, stop=stop)
         if arguments.output:
             report = write_pretrained(trainer, result, arguments.output)
             log.info("%s: %s", arguments.output, headline(report["heldout"]))

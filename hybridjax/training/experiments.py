@@ -104,8 +104,8 @@ class ExperimentConfig:
 
     Attributes:
       batch_size: sequences per step of ``sequence_length`` tokens, over all devices.
-      long_steps: the last steps, which see sequences of ``long_sequence_length`` tokens instead and
-        proportionally fewer of them.
+      long_share: the share of the steps, the last ones, that see sequences of ``long_sequence_length``
+        tokens instead and proportionally fewer of them.
       microbatches: parts of a batch whose gradients are added up one after the other.
       compute_dtype: of activations and of the weights that the model sees; masters are float32.
       z_loss: factor on the mean squared log-normaliser.
@@ -122,7 +122,7 @@ class ExperimentConfig:
     batch_size: int = 32
     sequence_length: int = 2048
     long_sequence_length: int = 4096
-    long_steps: int = 0
+    long_share: float = 0.0
     microbatches: int = 1
     steps: int = 1000
     seed: int = 0
@@ -144,12 +144,12 @@ class ExperimentConfig:
             "keep_checkpoints",
         ):
             positive_int(name, getattr(self, name))
-        for name in ("eval_every", "checkpoint_every", "z_loss", "long_steps"):
+        for name in ("eval_every", "checkpoint_every", "z_loss"):
             check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         check(0 <= self.seed < 2**31, "seed", self.seed, "in 0..2**31-1")
         known = ("float32", "bfloat16")
         check(self.compute_dtype in known, "compute_dtype", self.compute_dtype, " or ".join(known))
-        check(self.long_steps <= self.steps, "long_steps", self.long_steps, f"at most steps ({self.steps})")
+        check(0 <= self.long_share <= 1, "long_share", self.long_share, "in [0, 1]")
         longest = max(self.sequence_length, self.long_sequence_length if self.long_steps else 0)
         limit = self.model.max_position_embeddings
         check(longest <= limit, "sequence_length", longest, f"at most max_position_embeddings ({limit})")
@@ -161,6 +161,10 @@ class ExperimentConfig:
                 self.batch_size,
                 f"such that a batch of {rows} rows of {length} tokens has {self.microbatches} equal parts",
             )
+
+    @property
+    def long_steps(self) -> int:
+        return round(self.long_share * self.steps)
 
     def shape_at(self, step: int) -> tuple[int, int]:
         """(rows, tokens per row) of a step's batch, steps counted from 0."""
@@ -201,7 +205,7 @@ def tiny_sala() -> ExperimentConfig:
         name="tiny_sala",
         model=_TINY_SALA,
         steps=6000,
-        long_steps=600,
+        long_share=0.1,
         eval_every=1000,
         checkpoint_every=1000,
         schedule=ScheduleConfig(warmup_steps=200),
@@ -229,7 +233,7 @@ def tiny_sala_debug() -> ExperimentConfig:
         batch_size=8,
         sequence_length=512,
         long_sequence_length=1024,
-        long_steps=20,
+        long_share=0.1,
         steps=300,
         compute_dtype="float32",
         schedule=ScheduleConfig(warmup_steps=20),

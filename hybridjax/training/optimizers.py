@@ -65,7 +65,23 @@ def make_optimizer(config: ExperimentConfig, tensors: Mapping[str, Any]) -> opta
         TABLE: optax.chain(_adam(optimizer), decays_head, rate(optimizer.embedding_learning_rate)),
         VECTOR: optax.chain(_adam(optimizer), rate(optimizer.embedding_learning_rate)),
     }
-    return optax.chain(optax.clip_by_global_norm(optimizer.grad_clip), optax.partition(chains, labels))
+    return _lenient(
+        optax.chain(optax.clip_by_global_norm(optimizer.grad_clip), optax.partition(chains, labels))
+    )
+
+
+def _lenient(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """The optimiser under JAX's default type promotion: optax raises floats to integer counts."""
+
+    def init(params):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return optimizer.init(params)
+
+    def update(updates, state, params=None):
+        with jax.numpy_dtype_promotion("standard"), jax.numpy_rank_promotion("allow"):
+            return optimizer.update(updates, state, params)
+
+    return optax.GradientTransformation(init, update)
 
 
 def _is_head(path: tuple[Any, ...], leaf: Any) -> bool:

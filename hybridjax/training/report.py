@@ -39,6 +39,9 @@ def write_pretrained(trainer: Trainer, result: TrainResult, directory: Path) -> 
     shipped = {name: tensor.astype(SHIPPED_DTYPE) for name, tensor in result.tensors.items()}
     model = trainer.layout.model(shipped, jnp.dtype(SHIPPED_DTYPE))
     model.config = dataclasses.replace(trainer.config.model, dtype=SHIPPED_DTYPE)
+    # save_pretrained refuses to replace a directory that holds files it does not know.
+    for name in ("README.md", "evaluation.json"):
+        (directory / name).unlink(missing_ok=True)
     save_pretrained(model, directory, tokenizer_dir=trainer.data.directory)
     report = {
         "experiment": trainer.config.name,

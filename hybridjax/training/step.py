@@ -115,7 +115,7 @@ def make_train_step(
         updates, opt_state = optimizer.update(grads, opt_state, tensors)
         metrics = {
             "loss": loss,
-            "grad_norm": optax.global_norm(grads),
+            "grad_norm": optax.tree.norm(grads),
             "lr": config.optimizer.learning_rate * schedule(index),
         }
         return optax.apply_updates(tensors, updates), opt_state, metrics

@@ -37,11 +37,13 @@ class TrainingError(HybridJaxError):
 class Checkpoints(Protocol):
     """What the trainer needs of ``hybridjax.checkpoints.orbax_checkpoints.TrainingCheckpoints``."""
 
-    def save(self, step: int, tree: Any) -> None: ...
+    def save(self, step: int, state: Any) -> None: ...
 
     def latest_step(self) -> int | None: ...
 
     def restore(self, step: int, like: Any) -> Any: ...
+
+    def close(self) -> None: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,24 +71,20 @@ def build_model(config: ExperimentConfig) -> nnx.Module:
     return architecture.model(config.model, dtype=jnp.float32, rngs=nnx.Rngs(config.seed))
 
 
-def open_checkpoints(directory: Path, keep: int) -> Checkpoints:
-    """The project's Orbax checkpoints."""
+def open_checkpoints(directory: Path, keep: int, config: dict[str, Any]) -> Checkpoints:
+    """The project's Orbax checkpoints; ``config`` must be that of the run that is there already."""
     # Orbax takes seconds to import and only training needs it.
     from hybridjax.checkpoints.orbax_checkpoints import TrainingCheckpoints
 
-    return TrainingCheckpoints(directory, keep)
+    return TrainingCheckpoints(directory, keep, config=config)
 
 
 class Trainer:
-    """One run of one experiment in one directory.
-
-    The directory receives ``experiment.json``, ``metrics.jsonl`` (one object per logged step or
-    evaluation) and ``checkpoints/``.
+    """One experiment: compiled once, run in as many directories as need be.
 
     Args:
       config: the experiment.
       data: prepared token files; their vocabulary must be the model's.
-      directory: of the run.
       model: makes the model; default: by the architecture's name.
       checkpoints: opens the checkpoint directory.
       devices: default: all.
@@ -100,10 +98,9 @@ class Trainer:
         self,
         config: ExperimentConfig,
         data: PreparedData,
-        directory: Path,
         *,
         model: Callable[[ExperimentConfig], Any] = build_model,
-        checkpoints: Callable[[Path, int], Checkpoints] = open_checkpoints,
+        checkpoints: Callable[[Path, int, dict[str, Any]], Checkpoints] = open_checkpoints,
         devices: Sequence[Any] | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
@@ -112,7 +109,7 @@ class Trainer:
                 f"model.vocab_size is {config.model.vocab_size}; "
                 f"the prepared data needs at least {data.vocab_size}"
             )
-        self.config, self.data, self.directory, self._clock = config, data, directory, clock
+        self.config, self.data, self._clock = config, data, clock
         self.parallel = DataParallel(devices)
         module = model(config)
         if config.remat:
@@ -137,6 +134,7 @@ class Trainer:
 
     def run(
         self,
+        directory: Path,
         *,
         resume: bool = False,
         max_seconds: float | None = None,
@@ -144,37 +142,49 @@ class Trainer:
     ) -> TrainResult:
         """Trains to the end, or until the time is up or ``stop`` is set, and leaves a checkpoint.
 
+        The directory receives ``metrics.jsonl`` (one object per logged step or evaluation) and
+        ``checkpoints/`` with the settings that decide the result.
+
         Args:
+          directory: of the run.
           resume: continue from the newest checkpoint, if there is one; the result is the same to the
             bit as that of a run that was never interrupted.
           max_seconds: of this call, before which the last step is started.
           stop: checked between steps.
 
         Raises:
-          ConfigError: the directory holds another experiment, or checkpoints and ``resume`` is False.
+          CheckpointError: the directory holds another experiment's run.
+          ConfigError: it holds a run, and ``resume`` is False.
           TrainingError: a loss or gradient norm is not finite.
         """
         begin = self._clock()
-        self.directory.mkdir(parents=True, exist_ok=True)
-        checkpoints = self._open_checkpoints(self.directory / "checkpoints", self.config.keep_checkpoints)
+        settings = {**deciding_settings(self.config), "train.bin": self.data.info["sha256"]["train.bin"]}
+        directory.mkdir(parents=True, exist_ok=True)
+
+        def must_stop() -> bool:
+            late = max_seconds is not None and self._clock() - begin >= max_seconds
+            return late or (stop is not None and stop.is_set())
+
+        with contextlib.closing(
+            self._open_checkpoints(directory / "checkpoints", self.config.keep_checkpoints, settings)
+        ) as checkpoints:
+            return self._run(directory, checkpoints, resume, must_stop)
+
+    def _run(
+        self, directory: Path, checkpoints: Checkpoints, resume: bool, must_stop: Callable[[], bool]
+    ) -> TrainResult:
         progress = _Progress(*jax.device_put(self._start(), self.parallel.replicated))
         latest = checkpoints.latest_step()
         if latest is not None and not resume:
-            raise ConfigError(
-                f"{self.directory} holds a run that stands at step {latest}; resume or remove it"
-            )
-        self._claim_directory()
+            raise ConfigError(f"{directory} holds a run that stands at step {latest}; resume or remove it")
         if latest is not None:
             progress.load(checkpoints.restore(latest, progress.tree()), latest)
             log.info("resuming %s at step %d of %d", self.config.name, latest, self.config.steps)
-        metrics = _MetricsFile(self.directory / "metrics.jsonl", keep_to=progress.step)
+        metrics = _MetricsFile(directory / "metrics.jsonl", keep_to=progress.step)
         bar = tqdm(total=self.config.steps, initial=progress.step, unit="step", disable=None)
         saved = latest
         with contextlib.closing(bar):
-            while progress.step < self.config.steps:
-                late = max_seconds is not None and self._clock() - begin >= max_seconds
-                if late or (stop is not None and stop.is_set()):
-                    break
+            while progress.step < self.config.steps and not must_stop():
                 self._advance(progress, bar, metrics)
                 if self._due(progress.step, self.config.checkpoint_every):
                     checkpoints.save(progress.step, progress.tree())
@@ -241,15 +251,6 @@ class Trainer:
         metrics.write(line)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
 
-    def _claim_directory(self) -> None:
-        path, mine = self.directory / "experiment.json", _plain(self.config)
-        if path.exists():
-            theirs = json.loads(path.read_text())
-            if theirs != mine:
-                fields = ", ".join(sorted(k for k in mine if theirs.get(k) != mine[k]))
-                raise ConfigError(f"{self.directory} belongs to another experiment; it differs in: {fields}")
-        path.write_text(json.dumps(mine, indent=1) + "\n")
-
 
 class _Progress:
     """What a checkpoint holds, and the metrics that were not waited for yet."""
@@ -281,12 +282,12 @@ class _Progress:
         return speed
 
     def tree(self) -> dict[str, Any]:
-        extra = {"tokens": np.int64(self.tokens), "seconds": np.float64(self.seconds)}
+        extra = {"tokens": self.tokens, "seconds": self.seconds}
         return {"params": self.tensors, "opt_state": self.opt_state, "extra": extra}
 
     def load(self, tree: dict[str, Any], step: int) -> None:
         self.tensors, self.opt_state, self.step = tree["params"], tree["opt_state"], step
-        self.tokens, self.seconds = int(tree["extra"]["tokens"]), float(tree["extra"]["seconds"])
+        self.tokens, self.seconds = tree["extra"]["tokens"], tree["extra"]["seconds"]
 
 
 class _MetricsFile:
@@ -333,5 +334,19 @@ def headline(report: dict[str, Any]) -> str:
     return "bits per byte: " + ", ".join(parts)
 
 
-def _plain(config: ExperimentConfig) -> dict[str, Any]:
-    return json.loads(json.dumps(dataclasses.asdict(config)))
+def deciding_settings(config: ExperimentConfig) -> dict[str, Any]:
+    """The settings by dotted name, without those that only observe a run or say where data lies."""
+    flat: dict[str, Any] = {}
+
+    def walk(prefix: str, node: dict[str, Any]) -> None:
+        for name, value in node.items():
+            if isinstance(value, dict):
+                walk(f"{prefix}{name}.", value)
+            elif prefix != "data." and name not in _OBSERVING:
+                flat[prefix + name] = value
+
+    walk("", dataclasses.asdict(config))
+    return flat
+
+
+_OBSERVING = ("name", "log_every", "eval_every", "checkpoint_every", "keep_checkpoints")
