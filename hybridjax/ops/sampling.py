@@ -278,20 +278,17 @@ def _adjust(
     below_minimum: jax.Array,
 ) -> jax.Array:
     """Logits after penalties, bias and suppressed stop tokens; the logits themselves if no row has any."""
-    penalised = (
-        (rows.repetition_penalty != 1) | (rows.presence_penalty != 0) | (rows.frequency_penalty != 0)
-    )[:, None]
+    penalised = (rows.repetition_penalty != 1) | (rows.presence_penalty != 0) | (rows.frequency_penalty != 0)
 
     def penalise(x: jax.Array) -> jax.Array:
         counts = state.output_counts[slot]
         produced = counts > 0
         repeated = produced | state.prompt_seen[slot]
         penalty = rows.repetition_penalty[:, None]
-        y = jnp.where(repeated, jnp.where(x > 0, x / penalty, x * penalty), x)
-        y = y - rows.presence_penalty[:, None] * produced.astype(jnp.float32)
-        y = y - rows.frequency_penalty[:, None] * counts.astype(jnp.float32)
-        # Slots without penalties hold their former owner's counts; slot 0 may hold anything.
-        x = jnp.where(penalised, y, x)
+        # A slot without penalties may hold its former owner's counts: neutral settings ignore them.
+        x = jnp.where(repeated, jnp.where(x > 0, x / penalty, x * penalty), x)
+        x = x - rows.presence_penalty[:, None] * produced.astype(jnp.float32)
+        x = x - rows.frequency_penalty[:, None] * counts.astype(jnp.float32)
         return jnp.where(rows.use_bias[:, None], x + state.logit_bias[slot], x)
 
     def suppress(x: jax.Array) -> jax.Array:
@@ -299,7 +296,7 @@ def _adjust(
         row = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
         return x.at[row, _drop_negative(ids, x.shape[1])].set(-jnp.inf, mode="drop")
 
-    x = jax.lax.cond(jnp.any(penalised[:, 0] | rows.use_bias), penalise, lambda x: x, logits)
+    x = jax.lax.cond(jnp.any(penalised | rows.use_bias), penalise, lambda x: x, logits)
     suppressing = below_minimum & jnp.any(stop_tokens >= 0, axis=-1)
     return jax.lax.cond(jnp.any(suppressing), suppress, lambda x: x, x)
 

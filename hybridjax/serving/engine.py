@@ -262,8 +262,24 @@ def _engine_config(model_path: str, fields: dict[str, Any]) -> EngineConfig:
 
 
 def _load(config: EngineConfig) -> tuple[Runner, Any, tuple[int, ...]]:
-    """Runner, tokenizer and the model's end tokens."""
-    raise NotImplementedError
+    """Runner, tokenizer and the model's end tokens, read from a checkpoint directory."""
+    import jax
+
+    from hybridjax.checkpoints import generation_config, load_model, resolve
+    from hybridjax.serving.runner import ModelRunner, enable_compilation_cache
+    from hybridjax.serving.sizing import pool_sizes
+    from hybridjax.text import load_tokenizer
+
+    directory = resolve(config.model_path)
+    tokenizer = None
+    if not config.skip_tokenizer_init:
+        tokenizer = load_tokenizer(config.tokenizer_path or directory)
+    eos_tokens = generation_config(directory).eos_token_id
+    on_cpu = jax.default_backend() == "cpu"
+    model = load_model(directory, "float32" if config.dtype == "auto" and on_cpu else config.dtype)
+    enable_compilation_cache(config.compilation_cache_dir)
+    runner = ModelRunner(model, config, pool_sizes(config, model))
+    return runner, tokenizer, model.config.eos_token_id if eos_tokens is None else eos_tokens
 
 
 def _detokenizer(tokenizer: Any, skip_special_tokens: bool) -> TextSource:

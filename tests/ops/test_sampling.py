@@ -28,12 +28,6 @@ run = jax.jit(sample)
 noise_of = jax.jit(gumbel_noise, static_argnums=2)
 
 
-@pytest.fixture(autouse=True)
-def strict_promotion():
-    with jax.numpy_dtype_promotion("strict"):
-        yield
-
-
 def rows_of(*settings_per_row: dict) -> SamplingRows:
     rows = jax.tree.map(lambda x: np.array(x), neutral_rows(len(settings_per_row)))
     for i, row in enumerate(settings_per_row):
@@ -88,7 +82,7 @@ filters = st.fixed_dictionaries(
 )
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(st.lists(filters, min_size=4, max_size=4), st.integers(0, 2**32 - 1), st.integers(0, 2**31 - 1))
 def test_agrees_with_the_reference(settings_per_row, data_seed, position):
     rng = np.random.default_rng(data_seed)
@@ -136,7 +130,7 @@ def test_agrees_with_the_reference(settings_per_row, data_seed, position):
 kept = jax.jit(lambda x, rows: sampling._ranked_filter(x - x.max(-1, keepdims=True), rows))
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     st.lists(st.integers(-6, 6), min_size=12, max_size=12),
     st.integers(0, 14),

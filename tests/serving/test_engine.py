@@ -26,7 +26,7 @@ LENGTHS = [1, 63, 64, 65, 127, 128, 129, 200]
 GREEDY = SamplingParams(temperature=0, max_tokens=9)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     requests=st.lists(
         st.tuples(
@@ -297,6 +297,24 @@ def test_a_late_abort_does_not_hit_the_next_owner_of_the_id():
         engine.submit([1], GREEDY, recorder, request_id="id")
         recorder.wait()
         assert recorder.reason("id") != "abort"
+
+
+@pytest.mark.parametrize("length", [1, 70])
+def test_a_reused_id_gets_nothing_of_a_step_that_was_in_flight(length):
+    with serving() as (engine, runner):
+        recorder = Recorder()
+        long = SamplingParams(temperature=0, max_tokens=100, ignore_eos=True)
+        runner.on_launch = lambda plan: engine.abort("id") if len(runner.plans) == 2 else None
+
+        def resubmit(event):
+            if event.finish_reason is not None:
+                assert event.finish_reason == "abort"
+                assert runner.most_in_flight == 2
+                engine.submit(prompt_of(length), GREEDY, recorder, request_id="id")
+
+        engine.submit([1], long, resubmit, request_id="id")
+        recorder.wait()
+        assert recorder.tokens("id") == alone(engine, prompt_of(length), GREEDY)
 
 
 def test_callbacks_may_submit_and_abort():

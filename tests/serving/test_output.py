@@ -54,7 +54,7 @@ def expected_match(text: str, stops: list[str]) -> tuple[int, int, str] | None:
     return (min(found)[1], min(found)[0], min(found)[2]) if found else None
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(
     st.text("ab", max_size=40),
     st.lists(st.text("ab", min_size=1, max_size=5), max_size=3),
@@ -240,7 +240,7 @@ def test_last_events_of_abort_and_error():
 pieces = st.lists(st.sampled_from(range(1, len(ALPHABET))), min_size=1, max_size=30)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(
     pieces,
     st.lists(st.integers(0, 30), max_size=8).map(sorted),

@@ -55,7 +55,7 @@ class Pages(RuleBasedStateMachine):
 
 
 TestPages = Pages.TestCase
-TestPages.settings = settings(max_examples=40, stateful_step_count=25, deadline=None)
+TestPages.settings = settings(max_examples=40, stateful_step_count=25)
 
 
 def test_allocation_is_all_or_nothing():

@@ -153,7 +153,7 @@ class Serving(RuleBasedStateMachine):
 
 
 TestServing = Serving.TestCase
-TestServing.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
+TestServing.settings = settings(max_examples=50, stateful_step_count=40)
 
 
 @pytest.mark.parametrize("length", [1, 63, 64, 65, 127, 128, 129])
@@ -242,6 +242,16 @@ def test_admission_is_bounded_by_max_running_and_slots():
         scheduler.finish(requests[0], "stop")
         assert decodes(scheduler.next_plan()) == [("r1", 5, 4)]
         assert chunks(scheduler.next_plan()) == [("r2", 0, 5, True)]
+
+
+def test_an_admission_without_a_slot_takes_no_pages():
+    scheduler = scheduler_of(num_slots=3)
+    while scheduler.slots.allocate() is not None:
+        pass
+    scheduler.add(make("a", 5, max_tokens=5))
+    assert scheduler.next_plan() is None
+    assert scheduler.pages.available == scheduler.pages.capacity
+    assert scheduler.num_waiting == 1
 
 
 def test_pages_are_reserved_for_prompt_and_completion_at_admission():

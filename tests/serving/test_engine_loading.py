@@ -1,0 +1,79 @@
+"""The engine with the real tokenizer code on a fake device, and loaded from a checkpoint directory."""
+
+from pathlib import Path
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import tokenizers
+from flax import nnx
+from serving_fakes import FakeRunner
+
+from hybridjax.checkpoints import load_model
+from hybridjax.configs import EngineConfig
+from hybridjax.errors import CheckpointError, ConfigError, RequestError
+from hybridjax.serving import Engine, SamplingParams
+from hybridjax.text import load_tokenizer
+
+GOLDEN = Path(__file__).parents[1] / "goldens" / "minicpm_sala" / "dense"
+
+
+@pytest.fixture
+def byte_tokenizer(tmp_path):
+    alphabet = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE({c: i for i, c in enumerate(alphabet)}, []))
+    backend.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = tokenizers.decoders.ByteLevel()
+    backend.save(str(tmp_path / "tokenizer.json"))
+    return load_tokenizer(tmp_path)
+
+
+def test_text_is_what_the_tokenizer_decodes(byte_tokenizer):
+    runner = FakeRunner(vocab_size=256)
+    with Engine.from_parts(EngineConfig(), runner, byte_tokenizer) as engine:
+        params = SamplingParams(temperature=0, max_tokens=200)
+        prompts = ["aé€😀", "second prompt"]
+        for prompt, result in zip(prompts, engine.generate(prompts, params), strict=True):
+            assert list(result.prompt_token_ids) == byte_tokenizer.encode(prompt)
+            assert len(result.token_ids) == 200
+            assert result.text == byte_tokenizer.decode(list(result.token_ids))
+            stop = result.text[100:103]
+            cut = engine.generate(prompt, SamplingParams(temperature=0, max_tokens=200, stop=stop))[0]
+            assert cut.text == result.text[: result.text.index(stop)]
+        with pytest.raises(RequestError):
+            engine.generate("\ud800", params)
+
+
+def test_an_engine_loaded_from_a_directory_generates_what_the_model_says():
+    engine = Engine(
+        str(GOLDEN),
+        skip_tokenizer_init=True,
+        skip_server_warmup=True,
+        compilation_cache_dir="",
+        context_length=128,
+        max_running_requests=1,
+    )
+    with engine:
+        assert engine.info.model_name == "dense"
+        assert engine.info.context_length == 128
+        assert engine._limits.eos_tokens == (2, 96)
+        prompt = np.random.default_rng(0).integers(0, engine.info.vocab_size, 70).tolist()
+        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=1)
+        result = engine.generate(prompt, params)[0]
+        engine.check_integrity()
+    tokens = [*prompt, *result.token_ids]
+    whole = nnx.jit(lambda model, ids: model(ids))
+    logits = whole(load_model(GOLDEN, "float32"), jnp.array([tokens[:-1]]))[0, len(prompt) - 1 :]
+    assert list(result.token_ids) == jnp.argmax(logits, axis=-1).tolist()
+    assert result.logprobs is not None
+    for token in result.logprobs:
+        assert token.top[0] == (token.token_id, token.logprob)
+
+
+def test_what_cannot_be_loaded_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="no-such-model"):
+        Engine("no-such-model")
+    with pytest.raises(CheckpointError, match="tokenizer"):
+        Engine(str(GOLDEN))
+    with pytest.raises(ConfigError, match="context_length"):
+        Engine(str(GOLDEN), skip_tokenizer_init=True, context_length=10**6, compilation_cache_dir="")
