@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-import hybridjax
 from hybridjax.errors import CheckpointError
 
-_HOME = Path(hybridjax.__file__).parent / "bundled"
+_HOME = Path(__file__).parent.parent / "bundled"
 
 
 def bundled_models() -> list[str]:

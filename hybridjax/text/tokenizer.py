@@ -1,6 +1,5 @@
 """Tokenizers read from ``tokenizer.json``; no transformers, no downloads."""
 
-import functools
 import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -76,6 +75,7 @@ class Tokenizer:
         backend.no_padding()
         self._backend = backend
         self._templates = dict(templates)
+        self._bytes_of: dict[int, bytes] = {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.bos_token = special_tokens.get("bos_token")
@@ -141,10 +141,6 @@ class Tokenizer:
 
     def token_to_id(self, token: str) -> int | None:
         return self._backend.token_to_id(token)
-
-    @functools.cached_property
-    def _bytes_of(self) -> dict[int, bytes]:
-        return {}
 
     def token_bytes(self, index: int) -> bytes:
         """The bytes that a token of a byte-level tokenizer stands for; empty beyond the vocabulary."""
