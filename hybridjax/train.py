@@ -109,7 +109,7 @@ def _evaluate(arguments: argparse.Namespace) -> None:
     from hybridjax.training.data import load_prepared
     from hybridjax.training.report import evaluate_pretrained
 
-    settings = EXPERIMENTS["tiny_sala"]().data
+    settings = override(EXPERIMENTS["tiny_sala"](), *arguments.set).data
     data = load_prepared(Path(arguments.data or settings.directory))
     print(json.dumps(evaluate_pretrained(arguments.evaluate, data, settings), indent=1))
 

@@ -95,15 +95,47 @@ def _adam(optimizer: OptimizerConfig) -> optax.GradientTransformation:
 def _hidden(optimizer: OptimizerConfig) -> optax.GradientTransformation:
     if optimizer.name == "adamw":
         return _adam(optimizer)
-    return optax.chain(
-        optax.contrib.scale_by_muon(
-            beta=optimizer.momentum,
-            weight_dimension_numbers=functools.partial(
-                jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers()
-            ),
+    rows, columns = 1, 2
+    muon = optax.contrib.scale_by_muon(
+        beta=optimizer.momentum,
+        weight_dimension_numbers=functools.partial(
+            jax.tree.map, lambda _: optax.contrib.MuonDimensionNumbers(rows, columns)
         ),
-        optax.stateless(lambda updates, _: jax.tree.map(_like_adam, updates)),
     )
+    return optax.chain(_stacked(muon), optax.stateless(lambda updates, _: jax.tree.map(_like_adam, updates)))
+
+
+def _stacked(optimizer: optax.GradientTransformation) -> optax.GradientTransformation:
+    """Shows matrices of one shape to the optimiser as one array [count, rows, columns].
+
+    A model has dozens of small matrices; one by one, their Newton-Schulz steps would be as many kernels.
+    """
+
+    def stack(matrices):
+        return {"x".join(map(str, shape)): jnp.stack(group) for shape, group in _by_shape(matrices).items()}
+
+    def init(params):
+        return optimizer.init(stack(params))
+
+    def update(updates, state, params=None):
+        found: Any
+        found, state = optimizer.update(stack(updates), state)
+        parts = {shape: iter(found["x".join(map(str, shape))]) for shape in _by_shape(updates)}
+        return {
+            name: update if isinstance(update, optax.MaskedNode) else next(parts[update.shape])
+            for name, update in updates.items()
+        }, state
+
+    return optax.GradientTransformation(init, update)
+
+
+def _by_shape(matrices: Mapping[str, Any]) -> dict[tuple[int, ...], list[jax.Array]]:
+    groups: dict[tuple[int, ...], list[jax.Array]] = {}
+    for matrix in matrices.values():
+        # Tensors of other kinds are masked out.
+        if not isinstance(matrix, optax.MaskedNode):
+            groups.setdefault(matrix.shape, []).append(matrix)
+    return groups
 
 
 def _like_adam(update: jax.Array) -> jax.Array:

@@ -1,8 +1,11 @@
+import json
+
+import jax
 import pytest
-from training_fakes import VOCABULARY, make_documents, small_model
+from training_fakes import HYBRID, VOCABULARY, make_documents, small_experiment
 
 from hybridjax.training.data import prepare
-from hybridjax.training.experiments import DataConfig, ExperimentConfig, ScheduleConfig
+from hybridjax.training.trainer import Trainer
 
 
 @pytest.fixture(scope="session")
@@ -17,24 +20,20 @@ def prepared(tmp_path_factory, documents):
     return prepare(folder / "prepared", folder / "cache", vocab_size=VOCABULARY, documents=documents)
 
 
-@pytest.fixture
-def experiment(prepared):
-    """Makes a six-step experiment on the small corpus; keyword arguments replace fields."""
+@pytest.fixture(scope="session")
+def hybrid(prepared):
+    """A trainer of the real model on one device, with Orbax checkpoints."""
+    return Trainer(small_experiment(**HYBRID), prepared, devices=jax.devices()[:1])
 
-    def make(**changes) -> ExperimentConfig:
-        fields = {
-            "name": "small",
-            "model": small_model(),
-            "data": DataConfig(directory=str(prepared.directory), evaluation_length=64, evaluation_batch=4),
-            "schedule": ScheduleConfig(warmup_steps=2),
-            "batch_size": 4,
-            "sequence_length": 64,
-            "long_sequence_length": 128,
-            "long_share": 1 / 3,
-            "steps": 6,
-            "compute_dtype": "float32",
-            "log_every": 2,
-        }
-        return ExperimentConfig(**{**fields, **changes})
 
-    return make
+@pytest.fixture(scope="session")
+def uninterrupted(hybrid, tmp_path_factory):
+    """The directory and the result of its whole run."""
+    folder = tmp_path_factory.mktemp("uninterrupted")
+    return folder, hybrid.run(folder)
+
+
+@pytest.fixture(scope="session")
+def one_device_losses(uninterrupted):
+    found = map(json.loads, (uninterrupted[0] / "metrics.jsonl").read_text().splitlines())
+    return [x["loss"] for x in found if "loss" in x]

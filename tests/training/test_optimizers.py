@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from training_fakes import VOCABULARY, Bigram, small_model
+from training_fakes import VOCABULARY, Bigram, small_experiment, small_model
 
 from hybridjax.errors import ConfigError
 from hybridjax.models import ARCHITECTURES
@@ -71,35 +71,40 @@ def update(config, tensors, grads):
 @pytest.fixture
 def tensors():
     key = jax.random.key(0)
-    shapes = {"embed_tokens": (30, 16), "lm_head": (30, 16), "hidden": (16, 48), "norm": (16,)}
+    shapes = {"embed_tokens": (30, 16), "lm_head": (30, 16), "norm": (16,)}
+    shapes |= {"hidden": (16, 48), "other": (48, 16), "same": (16, 48)}
     return {n: jax.random.normal(jax.random.fold_in(key, i), s) for i, (n, s) in enumerate(shapes.items())}
 
 
-def test_muon_turns_hidden_matrices_and_leaves_the_rest_to_adam(experiment, tensors):
+def test_muon_turns_hidden_matrices_and_leaves_the_rest_to_adam(tensors):
     settings = {"weight_decay": 0.0, "learning_rate": 1.0, "embedding_learning_rate": 1.0}
     schedule = ScheduleConfig(warmup_steps=0)
     grads = jax.tree.map(jnp.sin, tensors)
     muon, adam = (
         update(
-            experiment(optimizer=OptimizerConfig(name=name, **settings), schedule=schedule), tensors, grads
+            small_experiment(optimizer=OptimizerConfig(name=name, **settings), schedule=schedule),
+            tensors,
+            grads,
         )
         for name in ("muon", "adamw")
     )
     for name in ("embed_tokens", "lm_head", "norm"):
         np.testing.assert_array_equal(muon[name], adam[name])
-    singular = np.linalg.svd(np.asarray(muon["hidden"]) / (0.2 * 48**0.5), compute_uv=False)
-    assert singular.min() > 0.5 and singular.max() < 1.3
-    rms = float(jnp.sqrt(jnp.mean(muon["hidden"] ** 2)))
-    assert 0.1 < rms < 0.3
-    assert float(jnp.sum(muon["hidden"] * grads["hidden"])) < 0
+    for name in ("hidden", "other", "same"):
+        left, _, right = np.linalg.svd(np.asarray(grads[name]), full_matrices=False)
+        turned = -left.T @ np.asarray(muon[name]) @ right.T / (0.2 * 48**0.5)
+        np.testing.assert_allclose(turned, np.diag(np.diag(turned)), atol=1e-4)
+        assert np.diag(turned).min() > 0.5 and np.diag(turned).max() < 1.3
 
 
-def test_only_hidden_matrices_and_the_head_decay(experiment, tensors):
+def test_only_hidden_matrices_and_the_head_decay(tensors):
     zero = jax.tree.map(jnp.zeros_like, tensors)
-    config = experiment(optimizer=OptimizerConfig(name="adamw"), schedule=ScheduleConfig(warmup_steps=0))
+    config = small_experiment(
+        optimizer=OptimizerConfig(name="adamw"), schedule=ScheduleConfig(warmup_steps=0)
+    )
     found = update(config, tensors, zero)
     moved = {name for name, change in found.items() if jnp.any(change != 0)}
-    assert moved == {"hidden", "lm_head"}
+    assert moved == {"hidden", "other", "same", "lm_head"}
     np.testing.assert_allclose(found["hidden"], -3e-3 * 0.1 * tensors["hidden"], rtol=1e-5)
 
 
@@ -110,8 +115,8 @@ def test_only_hidden_matrices_and_the_head_decay(experiment, tensors):
         ("cosine", {0: 0.25, 3: 1.0, 11: 0.55, 19: 0.1}),
     ],
 )
-def test_schedules_warm_up_and_end_at_the_final_scale(experiment, name, values):
+def test_schedules_warm_up_and_end_at_the_final_scale(name, values):
     schedule = ScheduleConfig(name=name, warmup_steps=4, decay_share=0.4, final_scale=0.1)
-    factor = make_schedule(experiment(steps=20, schedule=schedule))
+    factor = make_schedule(small_experiment(steps=20, schedule=schedule))
     for step, value in values.items():
         assert float(factor(step)) == pytest.approx(value, rel=1e-5), step

@@ -10,17 +10,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from training_fakes import VOCABULARY, Bigram, MemoryCheckpoints, bigram, small_model
+from training_fakes import (
+    VOCABULARY,
+    Bigram,
+    MemoryCheckpoints,
+    bigram,
+    small_experiment,
+    small_model,
+)
 
 from hybridjax.errors import CheckpointError, ConfigError
 from hybridjax.training.data import TokenBatch
-from hybridjax.training.experiments import (
-    DataConfig,
-    ExperimentConfig,
-    OptimizerConfig,
-    ScheduleConfig,
-    override,
-)
+from hybridjax.training.experiments import OptimizerConfig, override
 from hybridjax.training.optimizers import make_optimizer
 from hybridjax.training.parameters import ParameterLayout
 from hybridjax.training.step import DataParallel, make_train_step, split_batch, token_nats
@@ -32,16 +33,18 @@ ONE = jax.devices()[:1]
 ADAMW = OptimizerConfig(name="adamw")
 
 
-@pytest.fixture
-def make(prepared, experiment):
-    """Makes a trainer of the stand-in model with checkpoints in memory."""
-
-    def trainer(**arguments):
-        defaults = {"model": bigram, "checkpoints": MemoryCheckpoints(), "devices": ONE}
-        config = arguments.pop("config", experiment(optimizer=ADAMW))
-        return Trainer(config, prepared, **{**defaults, **arguments})
-
-    return trainer
+@pytest.fixture(scope="module")
+def plain(prepared):
+    """A trainer of the stand-in model with checkpoints in memory; its clock ticks at every look."""
+    ticks = itertools.count()
+    return Trainer(
+        small_experiment(optimizer=ADAMW, checkpoint_every=3),
+        prepared,
+        model=bigram,
+        checkpoints=MemoryCheckpoints(),
+        devices=ONE,
+        clock=lambda: float(next(ticks)),
+    )
 
 
 class StopAfter:
@@ -55,6 +58,10 @@ class StopAfter:
         return self._left < 0
 
 
+def memory(trainer):
+    return trainer._open_checkpoints
+
+
 def lines(directory):
     return [json.loads(x) for x in (directory / "metrics.jsonl").read_text().splitlines()]
 
@@ -65,34 +72,9 @@ def assert_same_bits(a, b):
         assert np.asarray(a[name]).tobytes() == np.asarray(b[name]).tobytes(), name
 
 
-@pytest.fixture(scope="module")
-def hybrid(prepared):
-    """A trainer of the real model, with Orbax checkpoints."""
-    config = ExperimentConfig(
-        name="hybrid",
-        model=small_model(),
-        data=DataConfig(evaluation_length=128, evaluation_batch=4),
-        optimizer=OptimizerConfig(learning_rate=1e-2),
-        schedule=ScheduleConfig(warmup_steps=2),
-        batch_size=4,
-        sequence_length=128,
-        steps=24,
-        compute_dtype="float32",
-        log_every=4,
-    )
-    return Trainer(config, prepared, devices=ONE)
-
-
-@pytest.fixture(scope="module")
-def uninterrupted(hybrid, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("uninterrupted")
-    return folder, hybrid.run(folder)
-
-
-def test_the_loss_of_the_hybrid_model_falls(hybrid, uninterrupted):
-    folder, result = uninterrupted
-    losses = [x["loss"] for x in lines(folder) if "loss" in x]
-    assert losses[-1] < losses[0] - 1
+def test_the_loss_of_the_hybrid_model_falls(hybrid, uninterrupted, one_device_losses):
+    result = uninterrupted[1]
+    assert one_device_losses[-1] < one_device_losses[0] - 1
     untrained = hybrid.evaluate(hybrid.layout.tensors(build_model(hybrid.config)))
     trained = hybrid.evaluate(result.tensors)
     assert trained["all"]["bits_per_byte"] < 0.8 * untrained["all"]["bits_per_byte"]
@@ -109,56 +91,51 @@ def test_an_interrupted_run_resumes_to_the_same_bits(hybrid, uninterrupted, tmp_
     assert_same_bits(whole.tensors, second.tensors)
 
 
-def test_metrics_have_the_promised_fields_and_the_evaluation(make, prepared, tmp_path):
-    trainer = make()
-    result = trainer.run(tmp_path)
+def test_metrics_have_the_promised_fields_and_the_evaluation(plain, prepared, tmp_path):
+    result = plain.run(tmp_path)
     logged = [x for x in lines(tmp_path) if "loss" in x]
-    assert [x["step"] for x in logged] == [2, 4, 6]
+    assert [x["step"] for x in logged] == [2, 3, 4, 6]
     names = {"step", "loss", "bits_per_byte", "lr", "grad_norm", "tokens", "tokens_per_second"}
     assert all(x.keys() == names for x in logged)
     assert result.tokens == logged[-1]["tokens"] == 6 * 4 * 64
+    assert logged[0]["tokens_per_second"] == pytest.approx(2 * 4 * 64 / 2)
     ratio = logged[0]["loss"] / np.log(2) / prepared.bytes_per_token
     assert logged[0]["bits_per_byte"] == pytest.approx(ratio)
     evaluations = [x for x in lines(tmp_path) if "evaluation" in x]
     assert [x["step"] for x in evaluations] == [6]
-    assert evaluations[0]["evaluation"]["all"] == trainer.evaluate(result.tensors)["all"]
+    assert evaluations[0]["evaluation"]["all"] == plain.evaluate(result.tensors)["all"]
 
 
-def test_a_finished_run_must_be_resumed_and_stays_as_it_is(make, tmp_path):
-    trainer = make()
-    done = trainer.run(tmp_path)
+def test_a_finished_run_must_be_resumed_and_stays_as_it_is(plain, tmp_path):
+    done = plain.run(tmp_path)
     with pytest.raises(ConfigError, match="holds a run that stands at step 6"):
-        trainer.run(tmp_path)
-    again = trainer.run(tmp_path, resume=True)
+        plain.run(tmp_path)
+    again = plain.run(tmp_path, resume=True)
     assert again.finished and again.steps == 6
     assert_same_bits(done.tensors, again.tensors)
 
 
-def test_resuming_forgets_the_metrics_of_steps_that_are_repeated(make, experiment, tmp_path):
-    checkpoints = MemoryCheckpoints()
-    trainer = make(config=experiment(checkpoint_every=3, optimizer=ADAMW), checkpoints=checkpoints)
-    trainer.run(tmp_path)
-    del checkpoints.saved[str(tmp_path / "checkpoints")][6]
-    trainer.run(tmp_path, resume=True)
+def test_resuming_forgets_the_metrics_of_steps_that_are_repeated(plain, tmp_path):
+    plain.run(tmp_path)
+    del memory(plain).saved[str(tmp_path / "checkpoints")][6]
+    plain.run(tmp_path, resume=True)
     assert [x["step"] for x in lines(tmp_path) if "loss" in x] == [2, 3, 4, 6]
 
 
-def test_a_stop_leaves_a_checkpoint_and_an_unfinished_result(make, tmp_path):
-    checkpoints, ticks = MemoryCheckpoints(), itertools.count()
-    trainer = make(checkpoints=checkpoints, clock=lambda: next(ticks))
-    late = trainer.run(tmp_path / "late", max_seconds=8)
+def test_a_stop_leaves_a_checkpoint_and_an_unfinished_result(plain, tmp_path):
+    late = plain.run(tmp_path / "late", max_seconds=8)
     assert 0 < late.steps < 6 and not late.finished
-    assert checkpoints.latest_step() == late.steps
+    assert memory(plain).latest_step() == late.steps
     event = threading.Event()
     event.set()
-    stopped = trainer.run(tmp_path / "stopped", stop=event)
+    stopped = plain.run(tmp_path / "stopped", stop=event)
     assert stopped.steps == 0 and not stopped.finished
-    assert checkpoints.latest_step() is None
+    assert memory(plain).latest_step() is None
 
 
-def test_another_experiment_cannot_resume_a_run(prepared, experiment, tmp_path):
+def test_another_experiment_cannot_resume_a_run(prepared, tmp_path):
     arguments = {"model": bigram, "devices": ONE}
-    config = experiment(optimizer=ADAMW)
+    config = small_experiment(optimizer=ADAMW)
     Trainer(config, prepared, **arguments).run(tmp_path, stop=StopAfter(1))
     changed = override(config, "optimizer.learning_rate=1e-4")
     with pytest.raises(CheckpointError, match="optimizer.learning_rate is 0.003 there, 0.0001 now"):
@@ -167,21 +144,22 @@ def test_another_experiment_cannot_resume_a_run(prepared, experiment, tmp_path):
     assert Trainer(observed, prepared, **arguments).run(tmp_path, resume=True, stop=StopAfter(0)).steps == 1
 
 
-def test_a_loss_that_is_not_finite_stops_training_and_names_the_step(make, tmp_path):
+def test_a_loss_that_is_not_finite_stops_training_and_names_the_step(prepared, tmp_path):
     class Broken(Bigram):
         def __call__(self, input_ids):
             return super().__call__(input_ids) * jnp.nan
 
     checkpoints = MemoryCheckpoints()
-    trainer = make(model=lambda c: Broken(VOCABULARY), checkpoints=checkpoints)
+    config = small_experiment(optimizer=ADAMW)
+    trainer = Trainer(config, prepared, model=lambda c: Broken(VOCABULARY), checkpoints=checkpoints)
     with pytest.raises(TrainingError, match="step 1: loss nan"):
         trainer.run(tmp_path)
     assert not checkpoints.saved
 
 
-def test_a_vocabulary_smaller_than_the_data_is_refused(make, experiment):
+def test_a_vocabulary_smaller_than_the_data_is_refused(prepared):
     with pytest.raises(ConfigError, match="model.vocab_size is 299; the prepared data needs at least 300"):
-        make(config=experiment(model=small_model(vocab_size=299)))
+        Trainer(small_experiment(model=small_model(vocab_size=299)), prepared, model=bigram)
 
 
 def test_the_first_signal_sets_the_event_and_handlers_come_back():
@@ -213,14 +191,14 @@ def random_batch(rows=4, length=12):
     return TokenBatch(window[:, :-1], window[:, 1:], np.ones((rows, length), bool))
 
 
-def test_microbatches_add_up_to_the_batch(experiment):
-    whole = updater(experiment(optimizer=ADAMW))(random_batch())
-    parts = updater(experiment(optimizer=ADAMW, microbatches=2))(random_batch())
+def test_microbatches_add_up_to_the_batch():
+    whole = updater(small_experiment(optimizer=ADAMW))(random_batch())
+    parts = updater(small_experiment(optimizer=ADAMW, microbatches=2))(random_batch())
     assert float(whole[2]["loss"]) == pytest.approx(float(parts[2]["loss"]), rel=1e-6)
     assert float(whole[2]["grad_norm"]) == pytest.approx(float(parts[2]["grad_norm"]), rel=1e-5)
 
 
-def test_masked_targets_have_no_say(experiment):
+def test_masked_targets_have_no_say():
     batch = random_batch()
     mask = batch.mask.copy()
     mask[:, 6:] = False
@@ -228,7 +206,7 @@ def test_masked_targets_have_no_say(experiment):
     targets[:, 6:] = 7
     masked = dataclasses.replace(batch, mask=mask)
     changed = dataclasses.replace(batch, mask=mask, targets=targets)
-    update = updater(experiment(optimizer=ADAMW))
+    update = updater(small_experiment(optimizer=ADAMW))
     a, b = update(masked), update(changed)
     assert_same_bits(a[0], b[0])
     short = update(TokenBatch(batch.inputs[:, :6], batch.targets[:, :6], batch.mask[:, :6]))

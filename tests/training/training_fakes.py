@@ -8,6 +8,7 @@ from flax import nnx
 
 from hybridjax.configs import MiniCPMSALAConfig, SparseConfig
 from hybridjax.training.corpus import CODE, PROSE, Document
+from hybridjax.training.experiments import DataConfig, ExperimentConfig, OptimizerConfig, ScheduleConfig
 
 VOCABULARY = 300
 
@@ -96,3 +97,31 @@ def small_model(**changes) -> MiniCPMSALAConfig:
         "sparse_config": SparseConfig(topk=2, window_size=64, dense_len=64),
     }
     return MiniCPMSALAConfig(**{**fields, **changes})
+
+
+def small_experiment(**changes) -> ExperimentConfig:
+    """Six steps on the small corpus, the last two with long sequences."""
+    fields = {
+        "name": "small",
+        "model": small_model(),
+        "data": DataConfig(evaluation_length=64, evaluation_batch=4),
+        "schedule": ScheduleConfig(warmup_steps=2),
+        "batch_size": 4,
+        "sequence_length": 64,
+        "long_sequence_length": 128,
+        "long_share": 1 / 3,
+        "steps": 6,
+        "compute_dtype": "float32",
+        "log_every": 2,
+    }
+    return ExperimentConfig(**{**fields, **changes})
+
+
+# What test_trainer.py trains on one device and test_train_cli.py on two.
+HYBRID = {
+    "optimizer": OptimizerConfig(learning_rate=1e-2),
+    "sequence_length": 128,
+    "long_share": 0.0,
+    "steps": 24,
+    "log_every": 4,
+}

@@ -1,0 +1,136 @@
+"""The command line, from prepared data to a model directory that loads, on two devices."""
+
+import dataclasses
+import json
+import os
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+from flax import nnx
+from tokenizers import Tokenizer
+from training_fakes import HYBRID, small_experiment
+
+from hybridjax.checkpoints import load_model
+from hybridjax.train import main
+from hybridjax.training.experiments import EXPERIMENTS
+
+
+def test_the_list_has_every_experiment(capsys):
+    assert main(["--list"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in printed] == list(EXPERIMENTS)
+    assert all(len(line.split()) > 3 for line in printed)
+
+
+def test_show_prints_the_changed_settings_and_trains_nothing(capsys, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["--experiment", "tiny_sala", "--set", "steps=17", "--data", "elsewhere", "--show"]) == 0
+    printed = capsys.readouterr().out
+    assert "steps=17" in printed and "directory='elsewhere'" in printed
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--experiment", "huge"], "unknown experiment 'huge'; known: tiny_sala,"),
+        (["--experiment", "tiny_sala", "--set", "stepz=3"], "unknown field 'stepz'; known: name, model,"),
+        (["--experiment", "tiny_sala", "--set", "steps=x"], "steps is 'x'; it must be of type int"),
+        (["--experiment", "tiny_sala", "--data", "nowhere"], "no prepared data in nowhere"),
+        (["--evaluate", "model", "--data", "nowhere"], "no prepared data in nowhere"),
+    ],
+)
+def test_requests_that_cannot_work_are_answered_in_one_line(capsys, arguments, message):
+    assert main(arguments) == 2
+    assert capsys.readouterr().err.startswith(f"error: {message}")
+
+
+def assignments(config):
+    """--set arguments that turn tiny_sala_debug into this experiment."""
+    out = []
+
+    def walk(prefix, node):
+        for name, value in node.items():
+            if isinstance(value, dict):
+                walk(f"{prefix}{name}.", value)
+            else:
+                text = ",".join(map(str, value)) if isinstance(value, tuple) else value
+                out.extend(["--set", f"{prefix}{name}={text}"])
+
+    walk("", dataclasses.asdict(config))
+    return out
+
+
+# Two devices, and no time spent on good code.
+FLAGS = "--xla_force_host_platform_device_count=2 --xla_backend_optimization_level=0"
+
+
+@pytest.fixture(scope="module")
+def trained(prepared, tmp_path_factory):
+    """The experiment of test_trainer.py, trained by the command on two devices."""
+    folder = tmp_path_factory.mktemp("cli")
+    command = [sys.executable, "-m", "hybridjax.train", "--experiment", "tiny_sala_debug"]
+    command += assignments(small_experiment(**HYBRID)) + ["--data", str(prepared.directory)]
+    command += ["--run-dir", str(folder / "run"), "--output", str(folder / "model")]
+    settings = {"JAX_PLATFORMS": "cpu", "XLA_FLAGS": FLAGS}
+    done = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert "bits per byte: all" in done.stderr
+    return folder
+
+
+def test_two_devices_see_the_losses_of_one(trained, one_device_losses):
+    found = [json.loads(x) for x in (trained / "run/metrics.jsonl").read_text().splitlines()]
+    losses = [x["loss"] for x in found if "loss" in x]
+    np.testing.assert_allclose(losses, one_device_losses, rtol=2e-3)
+
+
+def test_the_output_is_a_small_complete_model(trained, prepared):
+    folder = trained / "model"
+    report = json.loads((folder / "evaluation.json").read_text())
+    assert report["finished"] and report["steps"] == 24 and report["device"].startswith("2 x ")
+    assert set(report["heldout"]) == {"all", "code", "prose", "documents"}
+    model = load_model(folder)
+    assert model.config.dtype == "bfloat16"
+    ids = Tokenizer.from_file(str(folder / "tokenizer.json")).encode("state page").ids
+    logits = nnx.jit(lambda m, ids: m(ids))(model, np.asarray([ids], np.int32))
+    assert logits.shape == (1, len(ids), prepared.vocab_size)
+    size = sum(file.stat().st_size for file in folder.iterdir())
+    assert size < 2 * report["parameters"] + 100_000
+
+
+def test_the_card_states_the_measured_values(trained, prepared):
+    card = (trained / "model/README.md").read_text()
+    report = json.loads((trained / "model/evaluation.json").read_text())
+    assert card.startswith("---\nlicense: apache-2.0\n")
+    for name in ("all", "code", "prose"):
+        row = report["heldout"][name]
+        assert f"{row['bits_per_byte']:.3f} | {row['xz_bits_per_byte']:.3f} |" in card
+    assert prepared.info["corpus_sha256"] in card and f"{report['parameters']:,} parameters" in card
+    assert "Python Software Foundation License" in card and "None" not in card
+
+
+def test_evaluating_the_directory_gives_the_figures_of_its_report(trained, prepared, capsys):
+    arguments = ["--evaluate", str(trained / "model"), "--data", str(prepared.directory)]
+    assert main([*arguments, "--set", "data.evaluation_length=64", "--set", "data.evaluation_batch=4"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    written = json.loads((trained / "model/evaluation.json").read_text())["heldout"]
+    assert found["all"]["bits_per_byte"] == pytest.approx(written["all"]["bits_per_byte"], rel=1e-5)
+    assert found["documents"].keys() == written["documents"].keys()
+
+
+def test_a_model_with_another_tokenizer_is_not_compared(trained, prepared, tmp_path, capsys):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    assert main(["--evaluate", str(tmp_path), "--data", str(prepared.directory)]) == 2
+    assert "has another tokenizer than" in capsys.readouterr().err
+
+
+def test_preparing_prints_what_was_written(tmp_path, documents, monkeypatch, capsys):
+    monkeypatch.setattr("hybridjax.training.corpus.load_corpus", lambda cache: documents)
+    arguments = ["--prepare-data", str(tmp_path), "--cache", str(tmp_path / "c"), "--vocab-size", "280"]
+    assert main(arguments) == 0
+    printed = json.loads(capsys.readouterr().out)
+    assert printed["vocab_size"] == 280 and printed["heldout"]["bytes"] > 0
+    assert (tmp_path / "tokenizer.json").exists()
