@@ -176,15 +176,24 @@ def sample(
     Returns:
       Tokens int32[B] and their log probabilities.
     """
-    adjusted = _adjust(logits, rows, state, slot, stop_tokens, positions < min_position)
-    best = jnp.argmax(adjusted, axis=-1).astype(jnp.int32)
-    random = rows.temperature >= MIN_TEMPERATURE
-    tokens = jax.lax.cond(
-        jnp.any(random),
-        lambda: jnp.where(random, _draw(adjusted, rows, positions), best),
-        lambda: best,
-    )
-    return tokens, _logprobs(logits, tokens, rows.want_top)
+    suppressed = jnp.where((positions < min_position)[:, None], stop_tokens, -1)
+    special = _penalised(rows) | rows.use_bias | rows.want_top | (rows.temperature >= MIN_TEMPERATURE)
+    special |= jnp.any(suppressed >= 0, axis=1)
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
+
+    def greedy() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return jnp.argmax(logits, axis=-1).astype(jnp.int32), *_no_top(logits)
+
+    def general() -> tuple[jax.Array, jax.Array, jax.Array]:
+        adjusted = _adjust(logits, rows, state, slot, suppressed)
+        wanted = jnp.any(rows.want_top)
+        top = jax.lax.cond(wanted, lambda: _top(logits, normaliser), lambda: _no_top(logits))
+        return _draw(adjusted, rows, positions), *top
+
+    # A conditional makes a GPU wait for the host, so the plain greedy batch meets only this one.
+    tokens, *top = jax.lax.cond(jnp.any(special), general, greedy)
+    sampled = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - normaliser
+    return tokens, SampledLogprobs(sampled, *top)
 
 
 def gumbel_noise(seed: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
@@ -269,16 +278,15 @@ def filter_reference(x: np.ndarray, *, top_k: int = 0, top_p: float = 1.0, min_p
     return np.sort(order)
 
 
+def _penalised(rows: SamplingRows) -> jax.Array:
+    """bool[B]: whether a row reads its slot's penalty counts."""
+    return (rows.repetition_penalty != 1) | (rows.presence_penalty != 0) | (rows.frequency_penalty != 0)
+
+
 def _adjust(
-    logits: jax.Array,
-    rows: SamplingRows,
-    state: SamplerState,
-    slot: jax.Array,
-    stop_tokens: jax.Array,
-    below_minimum: jax.Array,
+    logits: jax.Array, rows: SamplingRows, state: SamplerState, slot: jax.Array, suppressed: jax.Array
 ) -> jax.Array:
-    """Logits after penalties, bias and suppressed stop tokens; the logits themselves if no row has any."""
-    penalised = (rows.repetition_penalty != 1) | (rows.presence_penalty != 0) | (rows.frequency_penalty != 0)
+    """Logits after penalties, bias and suppressed tokens (int32[B, 8], -1 padded), in this order."""
 
     def penalise(x: jax.Array) -> jax.Array:
         counts = state.output_counts[slot]
@@ -291,27 +299,23 @@ def _adjust(
         x = x - rows.frequency_penalty[:, None] * counts.astype(jnp.float32)
         return jnp.where(rows.use_bias[:, None], x + state.logit_bias[slot], x)
 
-    def suppress(x: jax.Array) -> jax.Array:
-        ids = jnp.where(below_minimum[:, None], stop_tokens, -1)
-        row = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
-        return x.at[row, _drop_negative(ids, x.shape[1])].set(-jnp.inf, mode="drop")
-
-    x = jax.lax.cond(jnp.any(penalised | rows.use_bias), penalise, lambda x: x, logits)
-    suppressing = below_minimum & jnp.any(stop_tokens >= 0, axis=-1)
-    return jax.lax.cond(jnp.any(suppressing), suppress, lambda x: x, x)
+    x = jax.lax.cond(jnp.any(_penalised(rows) | rows.use_bias), penalise, lambda x: x, logits)
+    row = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
+    return x.at[row, _drop_negative(suppressed, x.shape[1])].set(-jnp.inf, mode="drop")
 
 
 def _draw(adjusted: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
-    """int32[B] tokens drawn at each row's temperature among those that its filters keep."""
+    """int32[B] tokens: the best of greedy rows, else drawn at the row's temperature from what is kept."""
     vocab = adjusted.shape[1]
+    random = rows.temperature >= MIN_TEMPERATURE
     temperature = jnp.maximum(rows.temperature, MIN_TEMPERATURE)[:, None]
     x = (adjusted - jnp.max(adjusted, axis=-1, keepdims=True)) / temperature
     keep = x >= jnp.log(rows.min_p)[:, None]
-    random = rows.temperature >= MIN_TEMPERATURE
-    sorting = random & (((rows.top_k > 0) & (rows.top_k < vocab)) | (rows.top_p < 1))
-    keep = jax.lax.cond(jnp.any(sorting), lambda: keep & _ranked_filter(x, rows), lambda: keep)
+    ranking = random & (((rows.top_k > 0) & (rows.top_k < vocab)) | (rows.top_p < 1))
+    keep = jax.lax.cond(jnp.any(ranking), lambda: keep & _ranked_filter(x, rows), lambda: keep)
     noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(rows.seed, positions, vocab)
-    return jnp.argmax(jnp.where(keep, x + noise, -jnp.inf), axis=-1).astype(jnp.int32)
+    drawn = jnp.argmax(jnp.where(keep, x + noise, -jnp.inf), axis=-1)
+    return jnp.where(random, drawn, jnp.argmax(adjusted, axis=-1)).astype(jnp.int32)
 
 
 def _ranked_filter(x: jax.Array, rows: SamplingRows) -> jax.Array:
@@ -332,22 +336,18 @@ def _ranked_filter(x: jax.Array, rows: SamplingRows) -> jax.Array:
     return (x > lowest) | ((x == lowest) & (ids <= lowest_id))
 
 
-def _logprobs(logits: jax.Array, tokens: jax.Array, want_top: jax.Array) -> SampledLogprobs:
-    normaliser = jax.nn.logsumexp(logits, axis=-1)
-    sampled = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - normaliser
+def _top(logits: jax.Array, normaliser: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Ids and log probabilities of the MAX_TOP_LOGPROBS most likely tokens of each row."""
     count = min(MAX_TOP_LOGPROBS, logits.shape[1])
+    values, ids = jax.lax.top_k(logits, count)
     padding = ((0, 0), (0, MAX_TOP_LOGPROBS - count))
+    values = jnp.pad(values - normaliser[:, None], padding, constant_values=-jnp.inf)
+    return jnp.pad(ids.astype(jnp.int32), padding, constant_values=-1), values
 
-    def top() -> tuple[jax.Array, jax.Array]:
-        values, ids = jax.lax.top_k(logits, count)
-        values = jnp.pad(values - normaliser[:, None], padding, constant_values=-jnp.inf)
-        return jnp.pad(ids.astype(jnp.int32), padding, constant_values=-1), values
 
-    def nothing() -> tuple[jax.Array, jax.Array]:
-        shape = (logits.shape[0], MAX_TOP_LOGPROBS)
-        return jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
-
-    return SampledLogprobs(sampled, *jax.lax.cond(jnp.any(want_top), top, nothing))
+def _no_top(logits: jax.Array) -> tuple[jax.Array, jax.Array]:
+    shape = (logits.shape[0], MAX_TOP_LOGPROBS)
+    return jnp.full(shape, -1, jnp.int32), jnp.full(shape, -jnp.inf, jnp.float32)
 
 
 def _drop_negative(ids: jax.Array, vocab: int) -> jax.Array:

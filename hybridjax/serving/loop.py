@@ -83,13 +83,15 @@ class EngineLoop:
                 raise EngineDeadError(f"the engine {why}")
             if bounded and len(self._inbox) + self._scheduler.num_waiting >= self._max_queued:
                 raise QueueFullError(f"{self._max_queued} requests are waiting already")
-            for i, request_id in enumerate(request_ids):
-                if request_id in self._live or request_id in request_ids[:i]:
+            seen: set[str] = set()
+            for request_id in request_ids:
+                if request_id in self._live or request_id in seen:
                     raise RequestError(
                         f"request_id {request_id!r} is in use",
                         param="request_id",
                         code="duplicate_request_id",
                     )
+                seen.add(request_id)
 
     def add(self, entries: Sequence[Entry], *, bounded: bool = True) -> None:
         """Accepts requests, all or none; each gets exactly one last event from now on.

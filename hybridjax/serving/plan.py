@@ -62,7 +62,7 @@ class DecodeRow:
 
 @dataclasses.dataclass(frozen=True)
 class DecodePlan:
-    """One decode dispatch of ``num_steps`` steps over all running requests."""
+    """One decode dispatch over all running requests; ``num_steps`` is the most that any row may run."""
 
     rows: tuple[DecodeRow, ...]
     num_steps: int

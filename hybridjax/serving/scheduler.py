@@ -42,7 +42,7 @@ class Scheduler:
       max_running: requests that are admitted at a time.
       max_prefill_tiles: 64-row tiles of the largest prefill step.
       chunked_prefill_size: tokens of a prefill step, rounded to pages and tiles; -1: as many as fit.
-      num_decode_steps: steps per decode dispatch.
+      num_decode_steps: most steps per decode dispatch.
       clock: seconds, only differences matter.
     """
 
@@ -246,7 +246,7 @@ class Scheduler:
             if steps > 0:
                 rows.append(DecodeRow(request, request.scheduled, steps))
                 request.scheduled += steps
-        return DecodePlan(tuple(rows), self.num_decode_steps) if rows else None
+        return DecodePlan(tuple(rows), max(row.steps for row in rows)) if rows else None
 
 
 def _require(condition: bool, request: Request, problem: str) -> None:

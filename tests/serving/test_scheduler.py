@@ -215,6 +215,11 @@ def test_rows_stop_at_their_own_limit():
     assert decodes(plan) == [("b", 3, 1), ("c", 3, 4)]
     assert plan is not None and plan.num_steps == 4
     assert decodes(scheduler.next_plan()) == [("c", 7, 4)]
+    last = scheduler_of(num_decode_steps=4)
+    last.add(make("d", 3, max_tokens=3))
+    last.next_plan()
+    plan = last.next_plan()
+    assert plan is not None and plan.num_steps == 2, "no more steps than some row can use"
 
 
 def test_first_come_first_served_without_overtaking():
