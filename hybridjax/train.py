@@ -49,7 +49,9 @@ def build_parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns the exit status (2: the request cannot work)."""
     arguments = build_parser().parse_args(argv)
-    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.basicConfig(format="%(message)s", stream=sys.stderr)
+    # Orbax logs a dozen lines per checkpoint at this level.
+    logging.getLogger("hybridjax").setLevel(logging.INFO)
     try:
         if arguments.list:
             print(describe())

@@ -4,7 +4,7 @@ import argparse
 import dataclasses
 import types
 import typing
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 from hybridjax.configs import MiniCPMSALAConfig, SparseConfig
@@ -365,8 +365,7 @@ def _strictness(kind: Any) -> int:
     return list(_PARSERS).index(kind)
 
 
-def describe(names: Iterable[str] = ()) -> str:
+def describe() -> str:
     """One line per experiment: name and the first line of its docstring."""
-    names = list(names) or list(EXPERIMENTS)
-    width = max(map(len, names))
-    return "\n".join(f"{n:<{width}}  {(EXPERIMENTS[n].__doc__ or '').splitlines()[0]}" for n in names)
+    width = max(map(len, EXPERIMENTS))
+    return "\n".join(f"{n:<{width}}  {(EXPERIMENTS[n].__doc__ or '').splitlines()[0]}" for n in EXPERIMENTS)

@@ -23,7 +23,7 @@ SHIPPED_DTYPE = "bfloat16"
 def write_pretrained(trainer: Trainer, result: TrainResult, directory: Path) -> dict[str, Any]:
     """Writes weights in bfloat16, config, tokenizer, ``evaluation.json`` and ``README.md``.
 
-    The evaluation is of the rounded weights that are written.
+    The evaluation reads the written directory back and computes in float32, so anybody can repeat it.
 
     Args:
       trainer: of the run.
@@ -52,7 +52,7 @@ def write_pretrained(trainer: Trainer, result: TrainResult, directory: Path) -> 
         "device": f"{trainer.parallel.size} x {jax.devices()[0].device_kind}",
         "parameters": count(shipped),
         "corpus_sha256": trainer.data.info["corpus_sha256"],
-        "heldout": trainer.evaluate(shipped, per_document=True),
+        "heldout": evaluate_pretrained(directory, trainer.data, trainer.config.data),
     }
     (directory / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n")
     (directory / "README.md").write_text(model_card(trainer.config, trainer.data, report, shipped))
@@ -97,7 +97,8 @@ def model_card(config: ExperimentConfig, data: PreparedData, report: dict[str, A
                 _figures(report["heldout"]),
                 "Every token of the held-out documents, the closing `</s>` included, is predicted once with "
                 f"{config.data.evaluation_length // 2} to {config.data.evaluation_length} tokens of context "
-                "where the document has them. `xz` is `xz -9e` on the same bytes, documents concatenated. "
+                "where the document has them, by these weights in float32. `xz` is `xz -9e` on the same bytes, "
+            "documents concatenated. "
                 "Documents are held out by a hash of their path; training documents that share more than "
                 "half of their lines with a held-out one were dropped "
                 f"({data.info['dropped']} documents). Figures by document are in `evaluation.json`.",

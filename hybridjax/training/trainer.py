@@ -147,8 +147,9 @@ class Trainer:
 
         Args:
           directory: of the run.
-          resume: continue from the newest checkpoint, if there is one; the result is the same to the
-            bit as that of a run that was never interrupted.
+          resume: continue from the newest checkpoint, if there is one. Where the device computes the
+            same program to the same bits (a CPU; GPUs under --xla_gpu_deterministic_ops), the result
+            is that of a run that was never interrupted.
           max_seconds: of this call, before which the last step is started.
           stop: checked between steps.
 
