@@ -97,8 +97,8 @@ def model_card(config: ExperimentConfig, data: PreparedData, report: dict[str, A
                 _figures(report["heldout"]),
                 "Every token of the held-out documents, the closing `</s>` included, is predicted once with "
                 f"{config.data.evaluation_length // 2} to {config.data.evaluation_length} tokens of context "
-                "where the document has them, by these weights in float32. `xz` is `xz -9e` on the same bytes, "
-            "documents concatenated. "
+                "where the document has them, by these weights in float32. `xz` is `xz -9e` on the same "
+                "bytes, documents concatenated. "
                 "Documents are held out by a hash of their path; training documents that share more than "
                 "half of their lines with a held-out one were dropped "
                 f"({data.info['dropped']} documents). Figures by document are in `evaluation.json`.",

@@ -46,6 +46,12 @@ class Checkpoints(Protocol):
     def close(self) -> None: ...
 
 
+class StopFlag(Protocol):
+    """A threading.Event, for instance."""
+
+    def is_set(self) -> bool: ...
+
+
 @dataclasses.dataclass(frozen=True)
 class TrainResult:
     """Where a run stands.
@@ -138,7 +144,7 @@ class Trainer:
         *,
         resume: bool = False,
         max_seconds: float | None = None,
-        stop: threading.Event | None = None,
+        stop: StopFlag | None = None,
     ) -> TrainResult:
         """Trains to the end, or until the time is up or ``stop`` is set, and leaves a checkpoint.
 
