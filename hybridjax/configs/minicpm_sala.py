@@ -298,6 +298,7 @@ def _mixer_types(value: Any, layers: int) -> tuple[str, ...]:
         if not isinstance(name, str) or name not in _MIXER_ALIASES:
             raise ConfigError(f"mixer_types[{i}] is {name!r}; allowed: {', '.join(sorted(_MIXER_ALIASES))}")
         names.append(_MIXER_ALIASES[name])
+    check(type(layers) is int and 0 < layers <= 4096, "num_hidden_layers", layers, "in 1..4096")
     if len(names) > layers:
         raise ConfigError(f"mixer_types has {len(names)} entries; num_hidden_layers is {layers}")
     return tuple(names[i % len(names)] for i in range(layers))

@@ -4,6 +4,7 @@
 import atexit
 import dataclasses
 import functools
+import logging
 import queue
 import random
 import threading
@@ -31,6 +32,8 @@ from hybridjax.serving.output import OutputProcessor, TextSource
 from hybridjax.serving.plan import Runner
 from hybridjax.serving.request import Limits, make_request
 from hybridjax.serving.scheduler import Scheduler
+
+log = logging.getLogger(__name__)
 
 MakeTextSource = Callable[[Any, bool], TextSource]
 
@@ -272,8 +275,12 @@ def _load(config: EngineConfig) -> tuple[Runner, Any, tuple[int, ...]]:
 
     directory = resolve(config.model_path)
     tokenizer = None
-    if not config.skip_tokenizer_init:
+    if config.skip_tokenizer_init:
+        pass
+    elif config.tokenizer_path is not None or (directory / "tokenizer.json").exists():
         tokenizer = load_tokenizer(config.tokenizer_path or directory)
+    else:
+        log.warning("%s has no tokenizer.json: only token ids are served", directory)
     eos_tokens = generation_config(directory).eos_token_id
     on_cpu = jax.default_backend() == "cpu"
     model = load_model(directory, "float32" if config.dtype == "auto" and on_cpu else config.dtype)

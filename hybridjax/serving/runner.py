@@ -21,7 +21,7 @@ from hybridjax.configs import EngineConfig
 from hybridjax.ops.dispatch import override
 from hybridjax.ops.sampling import init_sampler_state, neutral_rows, reset_slot, seed_words
 from hybridjax.serving.api import MAX_LOGIT_BIAS
-from hybridjax.serving.plan import PrefillPlan, StepResult
+from hybridjax.serving.plan import NotLaunchedError, PrefillPlan, StepResult
 from hybridjax.serving.programs import STEPS, Bucket, DeviceState, StepOutput
 from hybridjax.serving.request import Request
 from hybridjax.serving.sizing import PoolSizes, buckets, prefill_tiles
@@ -34,7 +34,7 @@ class Launched:
     """A step under way: its output on the device and how to read it."""
 
     output: StepOutput
-    columns: list[int]
+    rows: int
     num_steps: int
     wants_top: bool
 
@@ -89,21 +89,22 @@ class ModelRunner:
 
     def launch(self, plan: Any) -> Launched:
         """Dispatches a step; see plan.Runner."""
-        if isinstance(plan, PrefillPlan):
-            bucket, fields, columns = self._prefill_inputs(plan)
-        else:
-            bucket, fields, columns = self._decode_inputs(plan)
-        program = self._programs.get(bucket) or self._compile(bucket)
+        try:
+            prepare = self._prefill_inputs if isinstance(plan, PrefillPlan) else self._decode_inputs
+            bucket, fields = prepare(plan)
+            program = self._programs.get(bucket) or self._compile(bucket)
+        except Exception as error:
+            raise NotLaunchedError(f"the step could not be prepared: {error}") from error
         state, self._state = self._live_state(), None
         output, self._state = program(self._parameters, state, fields[""])
         wants_top = any(row.request.wants_top_logprobs for row in plan.rows)
         output.tokens.copy_to_host_async()
         output.logprobs.copy_to_host_async()
-        return Launched(output, columns, plan.num_steps, wants_top)
+        return Launched(output, len(plan.rows), plan.num_steps, wants_top)
 
     def read(self, handle: Launched) -> StepResult:
         """Blocks until the step is done; see plan.Runner."""
-        out, pick = handle.output, np.s_[: handle.num_steps, handle.columns]
+        out, pick = handle.output, np.s_[: handle.num_steps, : handle.rows]
         top = (None, None)
         if handle.wants_top:
             top = np.asarray(out.top_ids)[pick], np.asarray(out.top_logprobs)[pick]
@@ -150,7 +151,7 @@ class ModelRunner:
         """The smallest compiled shape that holds this many tiles or rows and page columns."""
         return next(b for b in self._buckets if b.mode == mode and b.rows >= rows and b.pages >= pages)
 
-    def _prefill_inputs(self, plan: PrefillPlan) -> tuple[Bucket, dict[str, np.ndarray], list[int]]:
+    def _prefill_inputs(self, plan: PrefillPlan) -> tuple[Bucket, dict[str, np.ndarray]]:
         tiles = [-(-(row.end - row.start) // TILE) for row in plan.rows]
         pages = max(-(-row.end // self.page_size) for row in plan.rows)
         bucket = self._bucket("prefill", sum(tiles), pages)
@@ -169,9 +170,9 @@ class ModelRunner:
             fields["context_length"][i] = row.end
             _fill_pages(fields, i, row.request, -(-row.end // self.page_size))
             first += count
-        return bucket, fields, list(range(len(plan.rows)))
+        return bucket, fields
 
-    def _decode_inputs(self, plan: Any) -> tuple[Bucket, dict[str, np.ndarray], list[int]]:
+    def _decode_inputs(self, plan: Any) -> tuple[Bucket, dict[str, np.ndarray]]:
         pages = max(-(-(row.position + row.steps) // self.page_size) for row in plan.rows)
         bucket = self._bucket("decode", len(plan.rows), pages)
         fields = bucket.layout.empty()
@@ -182,7 +183,7 @@ class ModelRunner:
             fields["positions"][i] = row.position
             fields["steps"][i] = row.steps
             _fill_pages(fields, i, row.request, -(-(row.position + row.steps) // self.page_size))
-        return bucket, fields, list(range(len(plan.rows)))
+        return bucket, fields
 
     def _compile(self, bucket: Bucket) -> Any:
         step = functools.partial(STEPS[bucket.mode], self._graph, bucket)
