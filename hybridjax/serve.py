@@ -61,9 +61,10 @@ def run(config: ServerConfig, make_engine: Callable[[ServerConfig], Any]) -> int
     if config.chat_template and config.skip_tokenizer_init:
         raise ConfigError("chat_template is set; it must be left out together with skip_tokenizer_init")
     with reserve(config.host, config.port) as sock:
+        tokenizer = _tokenizer_with_template(config) if config.chat_template else None
         engine = make_engine(config)
         try:
-            tokenizer = _tokenizer(config, engine)
+            tokenizer = tokenizer or engine.tokenizer
             app = create_app(engine, tokenizer, config)
             listen(sock)
             name = config.served_model_name or engine.info.model_name
@@ -74,12 +75,12 @@ def run(config: ServerConfig, make_engine: Callable[[ServerConfig], Any]) -> int
     return 0
 
 
-def _tokenizer(config: ServerConfig, engine: Any) -> Any:
-    if config.chat_template is None:
-        return engine.tokenizer
+def _tokenizer_with_template(config: ServerConfig) -> Any:
+    from hybridjax.checkpoints import resolve
     from hybridjax.text import load_tokenizer
 
-    return load_tokenizer(config.tokenizer_path or engine.info.model_path, Path(config.chat_template))
+    path = config.tokenizer_path or resolve(config.model_path)
+    return load_tokenizer(path, Path(config.chat_template or ""))
 
 
 def _announce(sock: socket.socket, name: str, tokenizer: Any) -> None:

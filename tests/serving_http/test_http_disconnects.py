@@ -90,35 +90,64 @@ def test_a_finished_request_is_never_aborted(http: httpx.Client, server: Running
     assert engine.aborts == {}
 
 
+class SlowTokenizer(ByteTokenizer):
+    """Takes until ``go`` for the text "slow"."""
+
+    def __init__(self):
+        self.tokenising, self.go = threading.Event(), threading.Event()
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        if text == "slow":
+            self.tokenising.set()
+            assert self.go.wait(PATIENCE)
+        return super().encode(text, add_special_tokens)
+
+
+def watch(monkeypatch: pytest.MonkeyPatch, method: str) -> threading.Event:
+    """An event that tells when a method of some Generation has run."""
+    original, called = getattr(Generation, method), threading.Event()
+
+    def wrapped(self: Generation) -> Any:
+        result = original(self)
+        called.set()
+        return result
+
+    monkeypatch.setattr(Generation, method, wrapped)
+    return called
+
+
 def test_a_client_that_leaves_while_its_prompt_is_tokenised_submits_nothing(
     serve, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ):
-    tokenising, gone, closed = threading.Event(), threading.Event(), threading.Event()
-
-    class Slow(ByteTokenizer):
-        def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-            if text == "slow":
-                tokenising.set()
-                assert gone.wait(PATIENCE)
-            return super().encode(text, add_special_tokens)
-
-    close = Generation.close
-
-    def noticed(self: Generation) -> None:
-        close(self)
-        closed.set()
-
-    server = serve(tokenizer=Slow())
-    monkeypatch.setattr(Generation, "close", noticed)
+    tokenizer = SlowTokenizer()
+    server = serve(tokenizer=tokenizer)
+    closed = watch(monkeypatch, "close")
     sock = connect(server, prompt="slow")
-    assert tokenising.wait(PATIENCE)
+    assert tokenizer.tokenising.wait(PATIENCE)
     # Tokenising does not hold up anybody else.
     assert httpx.get(server.url + "/health").status_code == 200
     sock.close()
     assert closed.wait(PATIENCE)
-    gone.set()
+    tokenizer.go.set()
     server.settle()
     assert engine.submitted == {}
+
+
+def test_a_prompt_still_being_tokenised_when_the_drain_ends_is_aborted(
+    serve, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    tokenizer = SlowTokenizer()
+    server = serve(tokenizer=tokenizer, drain_timeout=0.0)
+    aborted = watch(monkeypatch, "abort")
+    sock = connect(server, prompt="slow", n=2, max_tokens=ENDLESS)
+    assert tokenizer.tokenising.wait(PATIENCE)
+    server.server.stop()
+    assert aborted.wait(PATIENCE)
+    tokenizer.go.set()
+    assert read_all(sock).count(b'"finish_reason":"abort"') == 2
+    sock.close()
+    server.thread.join(PATIENCE)
+    assert engine.aborts == dict.fromkeys(engine.submitted, 1)
 
 
 def test_a_client_that_leaves_during_its_upload_leaves_nothing(server: RunningServer, engine: FakeEngine):
@@ -157,18 +186,20 @@ def test_a_slow_reader_blocks_nobody_and_misses_nothing(server: RunningServer, e
 
 def test_64_clients_with_random_aborts_leave_nothing(server: RunningServer, engine: FakeEngine):
     rng = random.Random(0)
-    plans = [(rng.random() < 0.5, rng.randint(1, 3), rng.choice([0, 1, 300, 2000, None])) for _ in range(192)]
+    # Bytes after which a client leaves; None: it stays to the end.
+    plans = [(rng.random() < 0.5, rng.randint(1, 3), rng.choice([0, 1, 2000, None])) for _ in range(192)]
 
     async def client(stream: bool, n: int, leave_after: int | None) -> str:
         reader, writer = await asyncio.open_connection("127.0.0.1", server.port)
-        body = {"prompt": "x", "n": n, "seed": 0, "max_tokens": 40, "stream": stream}
+        stays = leave_after is None
+        body = {"prompt": "x", "n": n, "seed": 0, "max_tokens": 40 if stays else ENDLESS, "stream": stream}
         writer.write(request_bytes(**body).replace(b"host: x", b"host: x\r\nconnection: close"))
         await writer.drain()
         reply = b""
-        if leave_after is None:
+        if stays:
             reply = await reader.read()
-        elif leave_after:
-            reply = await reader.read(leave_after)
+        elif stream and leave_after:
+            reply = await reader.readexactly(leave_after)
         writer.transport.abort()
         return reply.decode()
 
@@ -185,7 +216,9 @@ def test_64_clients_with_random_aborts_leave_nothing(server: RunningServer, engi
     engine.wait_until(lambda: not engine.live)
     server.settle()
     assert engine.ends == dict.fromkeys(engine.submitted, 1)
-    assert set(engine.aborts.values()) == {1}
+    endless = {i for i, (_, params) in engine.submitted.items() if params.max_tokens == ENDLESS}
+    assert len(endless) > 40
+    assert engine.aborts == dict.fromkeys(endless, 1)
     stayed = [(n, reply) for (_, n, leave_after), reply in zip(plans, replies) if leave_after is None]
     assert len(stayed) > 20
     letters = "abcdefghijklmnopqrstuvwxyz" * 2
@@ -234,7 +267,7 @@ def test_a_drain_that_takes_too_long_aborts_the_rest(serve, engine: FakeEngine):
     engine.allow(4)
     streamed = connect(server, prompt="x", max_tokens=ENDLESS, stream=True)
     whole = connect(server, prompt="x", max_tokens=ENDLESS)
-    engine.wait_until(lambda: engine.emitted == 4)
+    engine.wait_until(lambda: engine.emitted == 4 and len(engine.live) == 2)
     server.server.stop()
     assert b'"finish_reason":"abort"' in read_all(streamed)
     assert b'"finish_reason":"abort"' in read_all(whole)

@@ -6,7 +6,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from http_fakes import FakeEngine, RunningServer
+from http_fakes import FakeEngine, RunningServer, alphabet
 
 from hybridjax.errors import EngineDeadError, RequestError
 from hybridjax.serving.api import SamplingParams
@@ -391,6 +391,21 @@ def test_an_engine_error_is_a_500_without_internals(
     assert "deadbeef" not in reply.text
     assert reply.headers["x-request-id"] in reply.text
     assert "0xdeadbeef" in caplog.text and reply.headers["x-request-id"] in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_choice_that_fails_ends_the_others(http: httpx.Client, engine: FakeEngine, stream: bool):
+    def by_seed(prompt: Any, params: SamplingParams) -> Iterator[Any]:
+        return iter([RuntimeError("no")]) if params.seed == 1 else alphabet(prompt, params)
+
+    engine.script = by_seed
+    body = {"prompt": "x", "n": 2, "seed": 0, "max_tokens": 2**19, "stream": stream}
+    reply = http.post(COMPLETIONS, json=body)
+    assert reply.status_code == (200 if stream else 500)
+    assert "log has the details" in reply.text
+    engine.wait_until(lambda: not engine.live)
+    [endless] = [i for i, (_, params) in engine.submitted.items() if params.seed == 0]
+    assert engine.aborts == {endless: 1}
 
 
 def test_an_engine_error_ends_a_stream_with_an_error_event(

@@ -12,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+import tokenizers
 from http_fakes import PATIENCE, FakeEngine
 
 from hybridjax import serve as command
@@ -230,3 +231,41 @@ def test_the_help_shows_flags_and_defaults():
     assert done.returncode == 0
     assert "--mem-fraction-static" in done.stdout
     assert "(default: 30000)" in done.stdout
+
+
+def write_tokenizer(directory: Path) -> None:
+    letters = {chr(code): code - 97 for code in range(97, 123)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    backend.save(str(directory / "tokenizer.json"))
+
+
+def test_a_given_chat_template_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    write_tokenizer(tmp_path)
+    template = tmp_path / "chat.jinja"
+    template.write_text("hey {{ messages[0].content }}")
+    engine = FakeEngine()
+    sent: list[Any] = []
+
+    def chat(sock: socket.socket, name: str, tokenizer: Any) -> None:
+        sent.append(tokenizer.render_chat([{"role": "user", "content": "you"}]))
+        signal.raise_signal(signal.SIGTERM)
+
+    monkeypatch.setattr(command, "_announce", chat)
+    monkeypatch.setattr(command, "build_engine", lambda config: engine)
+    flags = ["--port", "0", "--chat-template", str(template), "--model-path", str(tmp_path)]
+    assert command.main(flags) == 0
+    assert sent == ["hey you"]
+    assert not engine._thread.is_alive()
+
+
+def test_a_broken_chat_template_exits_with_2_before_the_engine_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    write_tokenizer(tmp_path)
+    template = tmp_path / "chat.jinja"
+    template.write_text("{% if %}")
+    monkeypatch.setattr(command, "build_engine", lambda config: pytest.fail("the engine was built"))
+    flags = ["--port", "0", "--chat-template", str(template), "--model-path", str(tmp_path)]
+    assert command.main(flags) == 2
+    [line] = capsys.readouterr().err.splitlines()
+    assert "chat template, line 1" in line

@@ -81,6 +81,7 @@ class Generation:
         # Choices with something to take, in the order of their first event.
         self._ready: dict[int, _Choice] = {}
         self._delivered = 0
+        self._aborting = False
         self._closed = False
 
     def submit(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:
@@ -92,9 +93,9 @@ class Generation:
             self._engine.submit(prompt, params, partial(self._on_output, index), request_id=choice.request_id)
             with self._lock:
                 choice.submitted = True
-                late = self._closed and not choice.finished
-                choice.aborted = late
-            if late:
+                too_late = self._aborting and not choice.finished
+                choice.aborted = too_late
+            if too_late:
                 self._engine.abort(choice.request_id)
 
     async def next(self) -> list[tuple[int, RequestOutput]]:
@@ -116,6 +117,7 @@ class Generation:
     def abort(self) -> int:
         """Ends what still runs; the last events still arrive. Returns the number of aborted choices."""
         with self._lock:
+            self._aborting = True
             running = [c for c in self._choices if c.submitted and not c.finished and not c.aborted]
             for choice in running:
                 choice.aborted = True

@@ -62,6 +62,7 @@ class HttpServer(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                loop="asyncio",
                 http="h11",
                 ws="none",
                 lifespan="off",
