@@ -124,8 +124,8 @@ def prefill_tiles(config: EngineConfig, sizes: PoolSizes) -> int:
 
 
 def _geometric(largest: int, smallest: int, ratio: int = 4) -> list[int]:
-    """largest, largest / 4, ... down to ``smallest``, ascending."""
+    """largest, largest / 4, ... as long as they reach ``smallest``, ascending."""
     values = [largest]
-    while values[-1] > smallest:
-        values.append(max(smallest, -(-values[-1] // ratio)))
+    while values[-1] > smallest and -(-values[-1] // ratio) >= smallest:
+        values.append(-(-values[-1] // ratio))
     return values[::-1]
