@@ -26,14 +26,17 @@ class SpaceDroppingTokenizer(ByteTokenizer):
 
 def test_a_token_keeps_its_leading_space():
     texts = TokenTexts(SpaceDroppingTokenizer())
-    assert texts.piece(2) == Piece(" dog", b" dog")
+    assert texts.piece(2) == Piece(" dog", b" dog", 4)
 
 
 def test_a_byte_token_knows_its_byte():
     texts = TokenTexts(SpaceDroppingTokenizer())
-    assert texts.piece(1) == Piece("bytes:\\xe4", b"\xe4")
-    assert texts.piece(1).characters == 1
-    assert Piece("bytes:\\x96", b"\x96").characters == 0
+    assert texts.piece(1) == Piece("bytes:\\xe4", b"\xe4", 1)
+
+
+def test_the_pieces_of_a_character_count_it_once():
+    texts = TokenTexts(ByteTokenizer())
+    assert [texts.piece(byte).characters for byte in "a世b".encode()] == [1, 1, 0, 0, 1]
 
 
 def test_impossible_tokens_have_a_json_logprob():

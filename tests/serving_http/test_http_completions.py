@@ -257,6 +257,7 @@ def test_without_a_tokenizer_token_ids_come_back(serve):
     choice = httpx.post(server.url + "/v1/completions", json=body).json()["choices"][0]
     assert choice["token_ids"] == [97, 98]
     assert choice["logprobs"]["tokens"] == ["token_id:97", "token_id:98"]
+    assert choice["logprobs"]["text_offset"] == [0, 0]
     streamed = httpx.post(server.url + "/v1/completions", json={**body, "stream": True}).text
     assert '"token_ids":[97' in streamed
 

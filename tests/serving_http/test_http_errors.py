@@ -1,12 +1,13 @@
 import json
 import logging
+import socket
 from collections.abc import Iterator
 from typing import Any
 
 import httpx
 import openai
 import pytest
-from http_fakes import FakeEngine, RunningServer, alphabet
+from http_fakes import PATIENCE, FakeEngine, RunningServer, alphabet
 
 from hybridjax.errors import EngineDeadError, RequestError
 from hybridjax.serving.api import SamplingParams
@@ -289,6 +290,30 @@ def test_a_streamed_body_over_the_limit_is_refused(shared: httpx.Client, size: i
 
     reply = shared.post(COMPLETIONS, content=chunks(), headers={"content-type": "application/json"})
     check(reply, 413, None, f"at most {LIMIT} bytes", "request_too_large")
+
+
+def raw_exchange(server: RunningServer, *headers: str, body: bytes) -> bytes:
+    lines = [f"POST {COMPLETIONS} HTTP/1.1", "host: x", "content-type: application/json", "connection: close"]
+    with socket.create_connection(("127.0.0.1", server.port), timeout=PATIENCE) as sock:
+        sock.sendall("\r\n".join([*lines, *headers, "\r\n"]).encode() + body)
+        reply = bytearray()
+        while part := sock.recv(2**16):
+            reply += part
+    return bytes(reply)
+
+
+def test_a_client_that_sends_too_much_at_once_still_reads_the_refusal(serve):
+    server = serve(max_request_bytes=2**18)
+    size = 2**20
+    reply = raw_exchange(server, f"content-length: {size}", body=b"x" * size)
+    assert reply.startswith(b"HTTP/1.1 413 ")
+    assert b"at most 262144 bytes" in reply
+
+
+def test_a_client_that_asks_first_is_refused_before_it_sends(serve):
+    server = serve(max_request_bytes=100)
+    reply = raw_exchange(server, "content-length: 101", "expect: 100-continue", body=b"")
+    assert reply.startswith(b"HTTP/1.1 413 ")
 
 
 def test_a_body_of_exactly_the_limit_is_read(shared: httpx.Client):

@@ -2,15 +2,17 @@ import json
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import httpx
+import openai
 import pytest
 import tokenizers
 from http_fakes import PATIENCE, FakeEngine
@@ -21,20 +23,20 @@ from hybridjax.errors import CheckpointError, ConfigError
 from hybridjax.serving.http.server import listen, reserve
 
 HERE = Path(__file__).parent
+CHECKPOINT = HERE.parent / "goldens" / "minicpm_sala" / "dense"
+CPU = {"JAX_PLATFORMS": "cpu"}
 
 
 class Process:
     """The command in a process of its own, started and announced."""
 
-    def __init__(self, *flags: str):
+    def __init__(self, *flags: str, command: Sequence[str] = (str(HERE / "serve_fake_engine.py"),)):
+        line = [sys.executable, *command, "--port", "0", *flags]
         self.process = subprocess.Popen(
-            [sys.executable, str(HERE / "serve_fake_engine.py"), "--port", "0", *flags],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
+            line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env={**os.environ, **CPU}
         )
         assert self.process.stdout is not None
-        self.engine_line = self.process.stdout.readline().strip()
+        self.engine_line = self.process.stdout.readline().strip() if command[0] != "-m" else ""
         self.ready_line = self.process.stdout.readline().strip()
         self.example = self.process.stdout.readline().strip()
         self.url = self.ready_line.rpartition(" ")[2]
@@ -52,8 +54,8 @@ class Process:
 def start() -> Iterator[Callable[..., Process]]:
     processes: list[Process] = []
 
-    def begin(*flags: str) -> Process:
-        processes.append(Process(*flags))
+    def begin(*flags: str, **how: Any) -> Process:
+        processes.append(Process(*flags, **how))
         return processes[-1]
 
     yield begin
@@ -118,7 +120,7 @@ def test_a_second_signal_ends_the_process_at_once(start: Callable[..., Process])
 
 def run_command(*flags: str) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "hybridjax.serve", *flags]
-    return subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE, env=dict(os.environ))
+    return subprocess.run(line, capture_output=True, text=True, timeout=PATIENCE, env={**os.environ, **CPU})
 
 
 def test_a_bad_flag_exits_with_2():
@@ -234,8 +236,10 @@ def test_the_help_shows_flags_and_defaults():
 
 
 def write_tokenizer(directory: Path) -> None:
-    letters = {chr(code): code - 97 for code in range(97, 123)}
-    backend = tokenizers.Tokenizer(tokenizers.models.BPE(letters, []))
+    """One token per printable ASCII character."""
+    characters = {chr(code): code - 32 for code in range(32, 127)}
+    backend = tokenizers.Tokenizer(tokenizers.models.BPE(characters, []))
+    backend.decoder = tokenizers.decoders.Fuse()
     backend.save(str(directory / "tokenizer.json"))
 
 
@@ -269,3 +273,44 @@ def test_a_broken_chat_template_exits_with_2_before_the_engine_is_built(
     assert command.main(flags) == 2
     [line] = capsys.readouterr().err.splitlines()
     assert "chat template, line 1" in line
+
+
+def test_a_missing_model_exits_with_2_and_one_line():
+    done = run_command("--port", "0", "--model-path", "/no/such/model")
+    assert (done.returncode, done.stdout) == (2, "")
+    [line] = done.stderr.splitlines()
+    assert line.startswith("hybridjax.serve: error: '/no/such/model' is neither a directory nor")
+
+
+def test_a_real_model_chats_streams_stops_and_ends(start: Callable[..., Process], tmp_path: Path):
+    shutil.copytree(CHECKPOINT, tmp_path, dirs_exist_ok=True)
+    write_tokenizer(tmp_path)
+    template = "{% for message in messages %}{{ message.role }}: {{ message.content }} {% endfor %}"
+    (tmp_path / "chat_template.jinja").write_text(template)
+    flags = ["--model-path", str(tmp_path), "--served-model-name", "real", "--skip-server-warmup"]
+    server = start(*flags, "--compilation-cache-dir", "", command=("-m", "hybridjax.serve"))
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as client:
+        chat = {"model": "real", "messages": [{"role": "user", "content": "Hi"}], "temperature": 0}
+        chat |= {"max_tokens": 24, "extra_body": {"ignore_eos": True}}
+        whole = client.chat.completions.create(**chat, logprobs=True, top_logprobs=2)
+        text = whole.choices[0].message.content or ""
+        assert whole.usage is not None and whole.usage.completion_tokens == 24
+        assert whole.usage.prompt_tokens == len("user: Hi ")
+        assert whole.choices[0].logprobs is not None
+        tokens = whole.choices[0].logprobs.content or []
+        assert "".join(token.token for token in tokens) == text
+        assert all(token.top_logprobs[0].token == token.token for token in tokens)
+        streamed = client.chat.completions.create(**chat, stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text
+        stop = text[12:14]
+        stopped = client.chat.completions.create(**chat, stop=stop).choices[0]
+        assert (stopped.message.content, stopped.finish_reason) == (text[: text.index(stop)], "stop")
+        endless = client.chat.completions.create(**(chat | {"max_tokens": 3000}), stream=True)
+        next(iter(endless))
+        endless.close()
+    server.process.send_signal(signal.SIGTERM)
+    code, _, err = server.end()
+    assert code == 0
+    assert "the client went away" in err
+    assert "aborted 1 of 1" in err
+    assert "Traceback" not in err

@@ -36,17 +36,18 @@ class TextTokenizer(Protocol):
 
 
 class Piece(NamedTuple):
-    """A token as clients see it; ``bytes`` is None where only the tokenizer could know them."""
+    """A token as clients see it.
+
+    Attributes:
+      text: what it reads like.
+      bytes: None where they are not known.
+      characters: how many characters of the text begin in it; of the pieces of one character, the
+        first has it.
+    """
 
     text: str
     bytes: bytes | None
-
-    @property
-    def characters(self) -> int:
-        """Characters that begin in this token, so that the pieces of one character count it once."""
-        if self.bytes is None:
-            return len(self.text)
-        return sum(byte & 0xC0 != 0x80 for byte in self.bytes)
+    characters: int
 
 
 class TokenTexts:
@@ -61,15 +62,17 @@ class TokenTexts:
 
     def _piece(self, token_id: int) -> Piece:
         if self._tokenizer is None:
-            return Piece(f"token_id:{token_id}", None)
+            return Piece(f"token_id:{token_id}", None, 0)
         text = self._text(token_id)
         if "\ufffd" not in text:
-            return Piece(text, text.encode("utf-8", "replace"))
+            return Piece(text, text.encode("utf-8", "replace"), len(text))
         # A token that ends within a character; OpenAI's spelling keeps such tokens apart.
         known = self._tokenizer.token_bytes(token_id) if self._tokenizer.is_byte_level else None
         if known is None and (byte := BYTE_TOKEN.fullmatch(self._tokenizer.id_to_token(token_id) or "")):
             known = bytes([int(byte[1], 16)])
-        return Piece(text, None) if known is None else Piece(f"bytes:{str(known)[2:-1]}", known)
+        if known is None:
+            return Piece(text, None, len(text))
+        return Piece(f"bytes:{str(known)[2:-1]}", known, sum(byte & 0xC0 != 0x80 for byte in known))
 
     def _text(self, token_id: int) -> str:
         text = self._decode([*self._before, token_id])
@@ -186,7 +189,7 @@ class ChatBodies:
         return {"content": content}
 
     def _token(self, token_id: int, logprob: float) -> dict[str, Any]:
-        text, encoded = self._texts.piece(token_id)
+        text, encoded, _ = self._texts.piece(token_id)
         return {
             "token": text,
             "logprob": _finite(logprob),
