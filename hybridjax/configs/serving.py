@@ -82,7 +82,7 @@ class ServerConfig(EngineConfig):
 
     host: str = _field("127.0.0.1", "address to listen on")
     port: int = _field(30000, "port to listen on (0: any free one)")
-    served_model_name: str | None = _field(None, "name in /v1/models (default: model_path)")
+    served_model_name: str | None = _field(None, "name in /v1/models (default: last part of model_path)")
     chat_template: str | None = _field(None, "file with a Jinja chat template (default: the tokenizer's)")
     log_level: str = _field("info", "log level", choices=["debug", "info", "warning", "error"])
     drain_timeout: float = _field(30.0, "seconds that running requests get after SIGTERM")
