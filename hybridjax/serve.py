@@ -56,6 +56,8 @@ def run(config: ServerConfig, make_engine: Callable[[ServerConfig], Any]) -> int
     """Reserves the port, builds the engine, opens the port, serves, drains, shuts the engine down."""
     level = getattr(logging, config.log_level.upper())
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    # JAX reports every backend that it did not find.
+    logging.getLogger("jax").setLevel(max(level, logging.WARNING))
     if config.chat_template and not Path(config.chat_template).is_file():
         raise ConfigError(f"chat_template is {config.chat_template!r}; it must be a file")
     if config.chat_template and config.skip_tokenizer_init:

@@ -37,8 +37,10 @@ class EngineConfig:
     max_running_requests: int | None = _field(None, "requests that decode together")
     max_queued_requests: int = _field(1024, "requests that may wait; more are refused with HTTP 503")
     max_total_tokens: int | None = _field(None, "tokens that the K/V pools hold over all requests")
-    chunked_prefill_size: int = _field(
-        2048, "prompt tokens computed per prefill step; rounded to whole pages; -1: whole prompts"
+    chunked_prefill_size: int | None = _field(
+        None,
+        "prompt tokens computed per prefill step, in whole pages; -1: whole prompts "
+        "(default: 2048, on a CPU 512)",
     )
     page_size: int | None = _field(None, "tokens per K/V page (default: the model's sparse block)")
     num_continuous_decode_steps: int = _field(4, "decode steps that run per dispatch")
@@ -57,7 +59,7 @@ class EngineConfig:
     def __post_init__(self):
         check(0 < self.mem_fraction_static <= 1, "mem_fraction_static", self.mem_fraction_static, "in (0, 1]")
         check(
-            self.chunked_prefill_size == -1 or self.chunked_prefill_size > 0,
+            self.chunked_prefill_size in (None, -1) or self.chunked_prefill_size > 0,
             "chunked_prefill_size",
             self.chunked_prefill_size,
             "a positive number of tokens, or -1",

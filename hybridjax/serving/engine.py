@@ -125,7 +125,8 @@ class Engine:
             page_size=runner.page_size,
             max_running=running,
             max_prefill_tiles=runner.max_prefill_tiles,
-            chunked_prefill_size=config.chunked_prefill_size,
+            # Left open, the runner's largest prefill bucket decides.
+            chunked_prefill_size=config.chunked_prefill_size or -1,
             num_decode_steps=config.num_continuous_decode_steps,
             clock=clock,
         )

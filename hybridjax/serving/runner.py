@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -196,12 +197,15 @@ class ModelRunner:
 
     def _compile_all(self, progress: bool | None) -> None:
         hidden = not sys.stderr.isatty() if progress is None else not progress
+        start = time.monotonic()
+        logger.info("compiling %d programs", len(self._buckets))
         workers = min(len(self._buckets), os.cpu_count() or 1)
         with concurrent.futures.ThreadPoolExecutor(workers) as pool:
             jobs = [pool.submit(self._compile, bucket) for bucket in self._buckets]
             done: Iterable[Any] = concurrent.futures.as_completed(jobs)
             for job in tqdm(done, total=len(jobs), desc="compiling", unit="program", disable=hidden):
                 job.result()
+        logger.info("compiled after %.1f s", time.monotonic() - start)
 
 
 def enable_compilation_cache(directory: str | None) -> None:

@@ -118,7 +118,7 @@ def buckets(config: EngineConfig, sizes: PoolSizes) -> tuple[Bucket, ...]:
 
 def prefill_tiles(config: EngineConfig, sizes: PoolSizes) -> int:
     """64-row tiles of the largest prefill step."""
-    chunk = config.chunked_prefill_size
+    chunk = config.chunked_prefill_size or (512 if jax.default_backend() == "cpu" else 2048)
     whole = -(-sizes.context_length // TILE)
     return whole if chunk == -1 else min(whole, -(-chunk // TILE))
 

@@ -74,6 +74,21 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
     with pytest.raises(CheckpointError, match="no-such-model"):
         Engine("no-such-model")
     with pytest.raises(CheckpointError, match="tokenizer"):
-        Engine(str(GOLDEN))
+        Engine(str(GOLDEN), tokenizer_path=str(tmp_path))
     with pytest.raises(ConfigError, match="context_length"):
         Engine(str(GOLDEN), skip_tokenizer_init=True, context_length=10**6, compilation_cache_dir="")
+
+
+def test_a_checkpoint_without_a_tokenizer_serves_token_ids():
+    with Engine(
+        str(GOLDEN),
+        context_length=128,
+        max_running_requests=1,
+        compilation_cache_dir="",
+        skip_server_warmup=True,
+    ) as engine:
+        assert engine.tokenizer is None
+        result = engine.generate([1, 2, 3], SamplingParams(temperature=0, max_tokens=3, ignore_eos=True))[0]
+        assert len(result.token_ids) == 3
+        with pytest.raises(RequestError, match="no tokenizer"):
+            engine.generate("text")
