@@ -13,6 +13,7 @@ from hybridjax.configs.serving import ServerConfig
 from hybridjax.errors import EngineDeadError, ModelNotFoundError, RequestError
 from hybridjax.serving.api import FrontDoor
 from hybridjax.serving.http import errors
+from hybridjax.serving.http.auth import Authentication
 from hybridjax.serving.http.bodies import Bodies, ChatBodies, CompletionBodies, TextTokenizer, TokenTexts
 from hybridjax.serving.http.errors import DrainingError, UnsupportedMediaTypeError
 from hybridjax.serving.http.generation import Lifecycle
@@ -43,6 +44,7 @@ def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: Serve
     app.state.lifecycle = service.lifecycle
     errors.install(app)
     app.add_middleware(BodyLimit, limit=config.max_request_bytes)
+    app.add_middleware(Authentication, config=config)
     app.add_middleware(RequestLog)
 
     def route(path: str, endpoint: Callable[..., Any], method: str, **documented: Any) -> None:
