@@ -95,6 +95,12 @@ class ServerConfig(EngineConfig):
     log_level: str = _field("info", "log level", choices=["debug", "info", "warning", "error"])
     drain_timeout: float = _field(30.0, "seconds that running requests get after SIGTERM")
     max_request_bytes: int = _field(16 * 2**20, "largest HTTP body; larger ones get HTTP 413")
+    sampling_defaults: str = _field(
+        "model",
+        "what fields that a request leaves out mean: what the checkpoint's generation_config.json says, "
+        "or OpenAI's defaults",
+        choices=["model", "openai"],
+    )
     api_key: str | None = _secret(
         "key that clients send as 'Authorization: Bearer KEY' (default: the environment's HYBRIDJAX_API_KEY, "
         "which other users of the machine cannot see)"
@@ -109,6 +115,8 @@ class ServerConfig(EngineConfig):
         check(0 <= self.port < 65536, "port", self.port, "in 0..65535")
         check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "0 or more seconds")
         positive_int("max_request_bytes", self.max_request_bytes)
+        known = ("model", "openai")
+        check(self.sampling_defaults in known, "sampling_defaults", self.sampling_defaults, "model or openai")
         for name in secret_fields(type(self)):
             value = getattr(self, name)
             if value is not None and not re.fullmatch("[!-~]+", value):

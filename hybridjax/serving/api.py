@@ -170,7 +170,11 @@ class GenerationResult:
 
 @dataclasses.dataclass(frozen=True)
 class EngineInfo:
-    """What a front needs to know about the engine (all of it may be shown to clients)."""
+    """What a front needs to know about the engine (all of it may be shown to clients).
+
+    Attributes:
+      sampling_defaults: values that the checkpoint recommends for fields of SamplingParams.
+    """
 
     model_name: str
     model_path: str
@@ -178,6 +182,7 @@ class EngineInfo:
     vocab_size: int
     max_running_requests: int
     max_total_tokens: int
+    sampling_defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
 
 
 Prompt = str | Sequence[int]

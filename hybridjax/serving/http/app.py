@@ -14,7 +14,14 @@ from hybridjax.errors import EngineDeadError, ModelNotFoundError, RequestError
 from hybridjax.serving.api import FrontDoor
 from hybridjax.serving.http import errors
 from hybridjax.serving.http.auth import Authentication
-from hybridjax.serving.http.bodies import Bodies, ChatBodies, CompletionBodies, TextTokenizer, TokenTexts
+from hybridjax.serving.http.bodies import (
+    Bodies,
+    ChatBodies,
+    CompletionBodies,
+    Envelope,
+    TextTokenizer,
+    TokenTexts,
+)
 from hybridjax.serving.http.errors import DrainingError, UnsupportedMediaTypeError
 from hybridjax.serving.http.generation import Lifecycle
 from hybridjax.serving.http.middleware import BodyLimit, RequestLog
@@ -25,7 +32,7 @@ from hybridjax.serving.http.protocol import (
     CompletionRequest,
     GenerationRequest,
 )
-from hybridjax.serving.http.respond import GenerationResponse
+from hybridjax.serving.http.respond import Answer, GenerationResponse, OpenAIAnswer, Work
 
 
 def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: ServerConfig) -> FastAPI:
@@ -68,6 +75,7 @@ class _Service:
         self._texts = TokenTexts(tokenizer)
         self._name = config.served_model_name or engine.info.model_name
         self._max_completions = min(MAX_PROMPTS, config.max_queued_requests)
+        self._defaults = engine.info.sampling_defaults if config.sampling_defaults == "model" else {}
         self._created = int(time.time())
 
     async def completions(self, request: Request) -> Response:
@@ -114,11 +122,21 @@ class _Service:
                 param="model",
             )
 
-    def _generate(self, body: GenerationRequest, prepare: Callable[[], Any]) -> Response:
+    def _generate(
+        self, body: GenerationRequest, prepare: Callable[[], tuple[list[list[int]], Bodies]]
+    ) -> Response:
         if self._tokenizer is None and body.stop:
             raise RequestError("stop needs a tokenizer, which this server lacks", param="stop")
         token_ids = body.return_token_ids or self._tokenizer is None
-        return GenerationResponse(self._engine, self.lifecycle, self._name, body, prepare, token_ids)
+
+        def prepare_all(request_id: str) -> tuple[Work, Answer]:
+            params = [body.sampling_params(choice, self._defaults) for choice in range(body.n)]
+            prompts, bodies = prepare()
+            work = [(prompt, params[choice]) for prompt in prompts for choice in range(body.n)]
+            envelope = Envelope(bodies, request_id, self._name)
+            return work, OpenAIAnswer(body, prompts, bodies, envelope, token_ids)
+
+        return GenerationResponse(self._engine, self.lifecycle, prepare_all, stream=body.stream)
 
     def _prepare_completions(self, body: CompletionRequest) -> tuple[list[list[int]], Bodies]:
         texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
