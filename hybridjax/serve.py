@@ -67,6 +67,8 @@ def run(config: ServerConfig, make_engine: Callable[[ServerConfig], Any]) -> int
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # JAX reports every backend that it did not find.
     logging.getLogger("jax").setLevel(max(level, logging.WARNING))
+    if config.log_requests:
+        _log_requests()
     if config.chat_template and not Path(config.chat_template).is_file():
         raise ConfigError(f"chat_template is {config.chat_template!r}; it must be a file")
     if config.chat_template and config.skip_tokenizer_init:
@@ -84,6 +86,16 @@ def run(config: ServerConfig, make_engine: Callable[[ServerConfig], Any]) -> int
         finally:
             engine.shutdown()
     return 0
+
+
+def _log_requests() -> None:
+    requests = logging.getLogger("hybridjax.requests")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    requests.addHandler(handler)
+    requests.setLevel(logging.INFO)
+    # The lines are for machines: bare, and there whatever log_level says.
+    requests.propagate = False
 
 
 def _tokenizer_with_template(config: ServerConfig) -> Any:

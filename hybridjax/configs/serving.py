@@ -95,6 +95,8 @@ class ServerConfig(EngineConfig):
     log_level: str = _field("info", "log level", choices=["debug", "info", "warning", "error"])
     drain_timeout: float = _field(30.0, "seconds that running requests get after SIGTERM")
     max_request_bytes: int = _field(16 * 2**20, "largest HTTP body; larger ones get HTTP 413")
+    enable_metrics: bool = _field(False, "answer GET /metrics for Prometheus")
+    log_requests: bool = _field(False, "one line of JSON on stderr per finished request, without its text")
     sampling_defaults: str = _field(
         "model",
         "what fields that a request leaves out mean: what the checkpoint's generation_config.json says, "

@@ -20,6 +20,7 @@ from hybridjax.configs import EngineConfig
 from hybridjax.errors import CheckpointError, ConfigError, RequestError
 from hybridjax.serving.api import (
     EngineInfo,
+    EngineStats,
     GenerationResult,
     OnOutput,
     Prompt,
@@ -153,6 +154,11 @@ class Engine:
     def is_healthy(self) -> bool:
         """Whether the engine takes requests."""
         return self._loop.is_healthy
+
+    @property
+    def stats(self) -> EngineStats:
+        """How busy the engine is, as of its last step."""
+        return self._loop.stats
 
     def submit(
         self, prompt: Prompt, params: SamplingParams, on_output: OnOutput, *, request_id: str | None = None

@@ -16,6 +16,7 @@ ORDINARY = frozenset(
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/models",
+        "/metrics",
         "/openapi.json",
     }
 )

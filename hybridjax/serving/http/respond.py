@@ -2,20 +2,21 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hybridjax.serving.api import FrontDoor, RequestOutput, SamplingParams
+from hybridjax.serving.api import RequestOutput, SamplingParams
 from hybridjax.serving.http.bodies import Bodies, Envelope, usage
 from hybridjax.serving.http.errors import GenerationFailedError, describe, dumps
-from hybridjax.serving.http.generation import ClientGoneError, Generation, Lifecycle
+from hybridjax.serving.http.generation import NO_NAMES, ClientGoneError, Front, Generation
 from hybridjax.serving.http.protocol import GenerationRequest
 
 logger = logging.getLogger("hybridjax.http")
+request_logger = logging.getLogger("hybridjax.requests")
 
 # Per choice, its prompt and its parameters.
 Work = list[tuple[list[int], SamplingParams]]
@@ -57,17 +58,22 @@ class GenerationResponse(Response):
     what still runs.
     """
 
-    def __init__(self, engine: FrontDoor, lifecycle: Lifecycle, prepare: Prepare, *, stream: bool):
+    def __init__(
+        self, front: Front, prepare: Prepare, *, stream: bool, names: Mapping[str, range] = NO_NAMES
+    ):
         super().__init__()
-        self._engine = engine
-        self._lifecycle = lifecycle
+        self._front = front
         self._prepare = prepare
         self._streams = stream
+        self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope["state"]["request_id"]
-        generation = Generation(self._engine, request_id, incremental=self._streams)
-        self._lifecycle.enter(generation)
+        front = self._front
+        generation = Generation(
+            front.engine, request_id, incremental=self._streams, telemetry=front.telemetry
+        )
+        front.lifecycle.enter(generation, self._names)
         watcher = asyncio.create_task(_close_on_disconnect(receive, generation))
         try:
             answer = await run_in_threadpool(self._submit, generation)
@@ -77,7 +83,13 @@ class GenerationResponse(Response):
         finally:
             generation.close()
             watcher.cancel()
-            self._lifecycle.leave(generation)
+            front.lifecycle.leave(generation)
+            if front.log_requests:
+                self._log(scope["path"], generation)
+
+    def _log(self, route: str, generation: Generation) -> None:
+        head = {"id": generation.request_id, "route": route, "model": self._front.model}
+        request_logger.info("%s", dumps(head | generation.summary()).decode())
 
     def _submit(self, generation: Generation) -> Answer:
         work, answer = self._prepare(generation.request_id)
