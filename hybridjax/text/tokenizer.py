@@ -25,8 +25,8 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
         template itself.
 
     Raises:
-      CheckpointError: a file is missing or malformed, a bos or eos token is not in the vocabulary, or
-        a template does not compile.
+      CheckpointError: a file is missing or malformed, a bos or eos token is not in the vocabulary,
+        a setting has the wrong type, or a template does not compile.
     """
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -39,6 +39,7 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
         raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
     settings = _read_json(file.with_name("special_tokens_map.json"))
     settings |= _read_json(file.with_name("tokenizer_config.json"))
+    _check_settings(file.parent, settings)
     special = {name: text for name in settings if (text := _token_text(settings[name], name)) is not None}
     if chat_template is None:
         sources = _template_sources(file.parent, settings)
@@ -216,6 +217,20 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: holds a {type(value).__name__}; it must be an object")
     return value
+
+
+def _check_settings(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Refuses the settings that are used and have another type than they should."""
+    file = directory / "tokenizer_config.json"
+    adds_bos = settings.get("add_bos_token")
+    if adds_bos is not None and type(adds_bos) is not bool:
+        raise CheckpointError(f"{file}: add_bos_token is {adds_bos!r}; it must be true, false or null")
+    for name in ("bos_token", "eos_token"):
+        value = settings.get(name)
+        if value is not None and _token_text(value, name) is None:
+            raise CheckpointError(
+                f"{file}: {name} is {value!r}; it must be a string, an object with content, or null"
+            )
 
 
 def _token_text(value: Any, name: str) -> str | None:
