@@ -6,7 +6,10 @@ import httpx
 import pytest
 from http_fakes import BOS, EOS, PATIENCE, FakeEngine, RunningServer, saying
 
-from hybridjax.serving.api import EngineStats, SamplingParams
+from hybridjax.serving.api import EngineStats, RequestOutput, SamplingParams
+from hybridjax.serving.http.bodies import TokenTexts
+from hybridjax.serving.http.native import NativeAnswer
+from hybridjax.serving.http.native_protocol import GenerateRequest
 
 
 def generate(http: httpx.Client, sampling: Any = None, **body: Any) -> Any:
@@ -121,6 +124,22 @@ def test_a_stream_repeats_the_text(http: httpx.Client, engine: FakeEngine):
     assert [event["meta_info"]["finish_reason"] for event in seen[:-1]] == [None] * (len(seen) - 1)
     assert seen[-1]["meta_info"]["finish_reason"] == {"type": "length", "length": 3}
     assert "index" not in seen[0]
+
+
+def test_a_long_stream_does_not_grow_with_the_square_of_its_length():
+    request = GenerateRequest.model_validate({"text": "x", "stream": True})
+    answer = NativeAnswer(request, ["r"], TokenTexts(None), lambda: 0.0)
+    count, shown = 20_000, []
+    for token in range(count):
+        last = "length" if token == count - 1 else None
+        event = answer.event(0, RequestOutput(request_id="r", token_ids=(token,), finish_reason=last))
+        if event is not None:
+            shown.append(event["output_ids"])
+    lengths = [len(ids) for ids in shown]
+    # Every token at first, then ever rarer; nothing is lost.
+    assert lengths[:257] == list(range(1, 257)) + [258]
+    assert shown[-1] == list(range(count))
+    assert sum(lengths) < 300 * count
 
 
 def test_a_streamed_batch_says_which(http: httpx.Client, engine: FakeEngine):

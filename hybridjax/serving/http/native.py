@@ -27,6 +27,10 @@ from hybridjax.serving.http.parsing import json_body, parse
 from hybridjax.serving.http.probe import HealthProbe
 from hybridjax.serving.http.respond import GenerationResponse, Work
 
+# An event repeats all tokens, so it waits until it adds this share of them: otherwise the bytes of a
+# long stream would grow with the square of its length.
+NEW_SHARE = 1 / 256
+
 LIBRARIES = ("hybridjax", "jax", "jaxlib", "flax", "numpy", "tokenizers")
 
 
@@ -45,29 +49,39 @@ class NativeAnswer:
         self._text = [""] * len(ids)
         self._token_ids: list[list[int]] = [[] for _ in ids]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in ids]
+        self._shown = [0] * len(ids)
 
     @property
     def _is_list(self) -> bool:
         return self._request.is_batch or len(self._ids) > 1
 
     def whole(self, outputs: Sequence[RequestOutput]) -> Any:
+        for index, output in enumerate(outputs):
+            self._add(index, output)
         replies = [self._reply(index, output) for index, output in enumerate(outputs)]
         return replies if self._is_list else replies[0]
 
     def openings(self) -> Iterable[Any]:
         return ()
 
-    def event(self, index: int, output: RequestOutput) -> dict[str, Any]:
+    def event(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
+        self._add(index, output)
+        tokens = len(self._token_ids[index])
+        if output.finish_reason is None and tokens - self._shown[index] < tokens * NEW_SHARE:
+            return None
+        self._shown[index] = tokens
         reply = self._reply(index, output)
         return reply | {"index": index} if self._is_list else reply
 
     def endings(self) -> Iterable[Any]:
         return ()
 
-    def _reply(self, index: int, output: RequestOutput) -> dict[str, Any]:
+    def _add(self, index: int, output: RequestOutput) -> None:
         self._text[index] += output.text
         self._token_ids[index].extend(output.token_ids)
         self._logprobs[index].extend(output.logprobs or ())
+
+    def _reply(self, index: int, output: RequestOutput) -> dict[str, Any]:
         text = {"text": self._text[index]} if self._texts.known else {}
         return text | {"output_ids": list(self._token_ids[index]), "meta_info": self._meta(index, output)}
 
