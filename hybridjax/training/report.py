@@ -120,12 +120,15 @@ def _summary(config: ExperimentConfig, report: dict[str, Any], tensors: Tensors)
     model = config.model
     kinds = {kind: model.mixer_types.count(kind) for kind in dict.fromkeys(model.mixer_types)}
     layers = " and ".join(f"{n} `{kind}`" for kind, n in kinds.items())
+    sparse = model.sparse_config
+    # Until then the selected blocks are all there are.
+    dense = max(sparse.dense_len, sparse.selected_blocks * sparse.block_size)
     state = "" if report["finished"] else f" **Unfinished: step {report['steps']} of {config.steps}.**"
     return (
         f"A small {model.architecture} ({report['parameters']:,} parameters, {SHIPPED_DTYPE}): "
         f"{layers} layers, hidden size {model.hidden_size}, vocabulary {model.vocab_size}, context "
-        f"{model.max_position_embeddings} tokens. A query beyond {model.sparse_config.dense_len} tokens "
-        f"attends to {model.sparse_config.selected_blocks} blocks of {model.sparse_config.block_size}."
+        f"{model.max_position_embeddings} tokens. A query beyond {dense} tokens "
+        f"attends to {sparse.selected_blocks} blocks of {sparse.block_size}."
         f"{state}"
     )
 

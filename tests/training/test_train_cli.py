@@ -12,7 +12,7 @@ from flax import nnx
 from tokenizers import Tokenizer
 from training_fakes import HYBRID, small_experiment
 
-from hybridjax.checkpoints import load_model
+from hybridjax.checkpoints import load_config, load_model, resolve
 from hybridjax.train import main
 from hybridjax.training.experiments import EXPERIMENTS
 
@@ -109,8 +109,17 @@ def test_the_card_states_the_measured_values(trained, prepared):
     for name in ("all", "code", "prose"):
         row = report["heldout"][name]
         assert f"{row['bits_per_byte']:.3f} | {row['xz_bits_per_byte']:.3f} |" in card
+    # dense_len is 64, but the first three blocks are all there are until then.
+    assert "A query beyond 192 tokens attends to 3 blocks of 64." in card
     assert prepared.info["corpus_sha256"] in card and f"{report['parameters']:,} parameters" in card
     assert "Python Software Foundation License" in card and "None" not in card
+
+
+def test_the_bundled_card_says_from_where_on_blocks_are_left_out():
+    card = (resolve("tiny-sala") / "README.md").read_text()
+    sparse = load_config("tiny-sala").sparse_config
+    assert (sparse.dense_len, sparse.selected_blocks, sparse.block_size) == (512, 12, 64)
+    assert "A query beyond 768 tokens attends to 12 blocks of 64." in card
 
 
 def test_evaluating_the_directory_gives_the_figures_of_its_report(trained, prepared, capsys):
