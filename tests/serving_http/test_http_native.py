@@ -75,6 +75,27 @@ def test_every_sampling_parameter_reaches_the_engine(http: httpx.Client, engine:
     assert params == expected
 
 
+def test_what_sglangs_own_clients_send_is_taken(http: httpx.Client):
+    """The fields of its language frontend and of its bench_serving."""
+    frontend = {
+        **{
+            "max_new_tokens": 3,
+            "min_new_tokens": 0,
+            "n": 1,
+            "stop": [],
+            "stop_token_ids": [],
+            "stop_regex": [],
+        },
+        **{"temperature": 1.0, "top_p": 1.0, "top_k": -1, "min_p": 0.0, "frequency_penalty": 0.0},
+        **{"presence_penalty": 0.0, "ignore_eos": False, "regex": None, "json_schema": None},
+        **{"skip_special_tokens": True, "spaces_between_special_tokens": True},
+    }
+    assert generate(http, frontend, text="x")["text"] == "abc"
+    bench = {"lora_path": None, "image_data": None, "return_logprob": False, "logprob_start_len": -1}
+    sampling = {"temperature": 0.0, "max_new_tokens": 3, "ignore_eos": True}
+    assert events(http, sampling, input_ids=[1, 2], **bench)[-1]["meta_info"]["completion_tokens"] == 3
+
+
 def test_what_is_left_out_is_sglangs_or_the_checkpoints(serve: Any, engine: FakeEngine):
     engine.info = dataclasses.replace(engine.info, sampling_defaults={"temperature": 0.6, "top_k": 20})
     server = serve()

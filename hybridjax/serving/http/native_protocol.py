@@ -59,7 +59,8 @@ Ids = list[int] | list[list[int]]
 class NativeSampling(SamplingFields):
     """``sampling_params`` of POST /generate."""
 
-    unsupported = UNSUPPORTED | {"spaces_between_special_tokens": (True,)}
+    # SGLang's clients send these neutral values with every request.
+    unsupported = UNSUPPORTED | {"spaces_between_special_tokens": (True,), "stop_regex": ([], "")}
 
     max_new_tokens: int = Field(128, ge=1, le=INT32_MAX)
     min_new_tokens: int = Field(0, ge=0, le=INT32_MAX)
