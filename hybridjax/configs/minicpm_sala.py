@@ -8,7 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from hybridjax.configs.validation import check, positive_int, take
+from hybridjax.configs.validation import check, finite_floats, positive_int, take
 from hybridjax.errors import ConfigError
 
 SPARSE = "minicpm4"
@@ -45,22 +45,17 @@ class SparseConfig:
     window_size: int = 2048
 
     def __post_init__(self):
-        for name in ("block_size", "kernel_size", "kernel_stride", "topk", "window_size"):
+        for name, size in (("block_size", 64), ("kernel_size", 32), ("kernel_stride", 16)):
+            check(
+                getattr(self, name) == size,
+                f"sparse_config.{name}",
+                getattr(self, name),
+                f"{size}; the implementation works on 64-token tiles",
+            )
+        for name in ("topk", "window_size"):
             positive_int(f"sparse_config.{name}", getattr(self, name))
         for name in ("dense_len", "init_blocks"):
             check(getattr(self, name) >= 0, f"sparse_config.{name}", getattr(self, name), "0 or more")
-        check(
-            self.kernel_size == 2 * self.kernel_stride,
-            "sparse_config.kernel_size",
-            self.kernel_size,
-            f"twice kernel_stride ({2 * self.kernel_stride})",
-        )
-        check(
-            self.block_size == 4 * self.kernel_stride,
-            "sparse_config.block_size",
-            self.block_size,
-            f"four times kernel_stride ({4 * self.kernel_stride})",
-        )
         check(
             self.window_size % self.block_size == 0,
             "sparse_config.window_size",
@@ -135,6 +130,7 @@ class MiniCPMSALAConfig:
     model_type = "minicpm_sala"
 
     def __post_init__(self):
+        finite_floats(self)
         for name in (
             "vocab_size",
             "hidden_size",
@@ -166,7 +162,8 @@ class MiniCPMSALAConfig:
         check(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even")
         check(self.lightning_head_dim % 2 == 0, "lightning_head_dim", self.lightning_head_dim, "even")
         check(0 < self.rms_norm_eps < 1, "rms_norm_eps", self.rms_norm_eps, "between 0 and 1")
-        check(self.rope_theta > 0, "rope_theta", self.rope_theta, "above 0")
+        for name in ("rope_theta", "initializer_range"):
+            check(getattr(self, name) > 0, name, getattr(self, name), "above 0")
         check(
             len(self.mixer_types) == self.num_hidden_layers,
             "mixer_types",
@@ -205,7 +202,6 @@ class MiniCPMSALAConfig:
                     f"lightning_scale is {self.lightning_scale!r}; allowed: '1/sqrt(d)', '1/d' or a number"
                 )
             return named[self.lightning_scale]
-        check(math.isfinite(self.lightning_scale), "lightning_scale", self.lightning_scale, "finite")
         return float(self.lightning_scale)
 
     @property

@@ -1,5 +1,7 @@
 """Small checks shared by the config classes; each failure names field, value and what is allowed."""
 
+import dataclasses
+import math
 import types
 import typing
 from collections.abc import Mapping
@@ -17,17 +19,31 @@ def positive_int(name: str, value: Any) -> None:
     check(type(value) is int and value > 0, name, value, "a positive integer")
 
 
+def finite_floats(config: Any, prefix: str = "") -> None:
+    """Refuses NaN and infinity in any field of a dataclass; JSON files and flags can hold both."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if isinstance(value, float):
+            check(math.isfinite(value), prefix + field.name, value, "finite")
+
+
 def take(raw: Mapping[str, Any], name: str, annotation: Any, prefix: str = "") -> Any:
     """Reads ``raw[name]`` as the annotated type, which may be a union of int, float, bool, str, None.
 
-    An integer is taken where a float is wanted; a bool is never taken for a number.
+    An integer is taken where a float is wanted; a bool is never taken for a number. Raises ConfigError
+    for other types and for numbers that are not finite.
     """
     value = raw[name]
+    if type(value) is float:
+        check(math.isfinite(value), prefix + name, value, "finite")
     kinds = typing.get_args(annotation) if isinstance(annotation, types.UnionType) else (annotation,)
     if type(value) in kinds:
         return value
     if float in kinds and type(value) is int:
-        return float(value)
+        try:
+            return float(value)
+        except OverflowError:
+            raise ConfigError(f"{prefix}{name} is beyond the range of a float") from None
     if int in kinds and type(value) is float and value.is_integer():
         return int(value)
     if value is None and types.NoneType in kinds:

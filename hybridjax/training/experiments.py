@@ -10,7 +10,7 @@ from typing import Any
 from hybridjax.configs import MiniCPMSALAConfig, SparseConfig
 from hybridjax.configs.flags import readable_int
 from hybridjax.configs.minicpm_sala import LINEAR, SPARSE
-from hybridjax.configs.validation import check, positive_int
+from hybridjax.configs.validation import check, finite_floats, positive_int
 from hybridjax.errors import ConfigError
 from hybridjax.registry import Registry
 from hybridjax.training.tokenizer import BOS, EOS, IM_END
@@ -68,6 +68,7 @@ class OptimizerConfig:
     grad_clip: float = 1.0
 
     def __post_init__(self):
+        finite_floats(self, "optimizer.")
         check(self.name in ("muon", "adamw"), "optimizer.name", self.name, "'muon' or 'adamw'")
         for name in ("learning_rate", "embedding_learning_rate", "grad_clip", "eps"):
             check(getattr(self, name) > 0, f"optimizer.{name}", getattr(self, name), "above 0")
@@ -92,6 +93,7 @@ class ScheduleConfig:
     final_scale: float = 0.02
 
     def __post_init__(self):
+        finite_floats(self, "schedule.")
         check(self.name in ("wsd", "cosine"), "schedule.name", self.name, "'wsd' or 'cosine'")
         check(self.warmup_steps >= 0, "schedule.warmup_steps", self.warmup_steps, "0 or more")
         check(0 < self.decay_share <= 1, "schedule.decay_share", self.decay_share, "in (0, 1]")
@@ -135,6 +137,7 @@ class ExperimentConfig:
     keep_checkpoints: int = 2
 
     def __post_init__(self):
+        finite_floats(self)
         for name in (
             "batch_size",
             "sequence_length",

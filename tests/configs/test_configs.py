@@ -68,8 +68,14 @@ def test_one_end_token_or_none():
         ({"eos_token_id": "2"}, "eos_token_id is '2'"),
         ({"torch_dtype": "float8"}, "dtype is 'float8'"),
         ({"sparse_config": [1]}, "sparse_config is"),
-        ({"sparse_config": {"block_size": 48}}, "sparse_config.block_size is 48"),
-        ({"sparse_config": {"kernel_size": 16}}, "sparse_config.kernel_size is 16"),
+        ({"sparse_config": {"block_size": 48}}, "block_size is 48; it must be 64; the implementation works"),
+        ({"sparse_config": {"block_size": 0}}, "sparse_config.block_size is 0; it must be 64"),
+        ({"sparse_config": {"kernel_size": 16}}, "sparse_config.kernel_size is 16; it must be 32"),
+        ({"sparse_config": {"kernel_stride": 8}}, "sparse_config.kernel_stride is 8; it must be 16"),
+        (
+            {"sparse_config": {"block_size": 128, "kernel_size": 64, "kernel_stride": 32}},
+            "sparse_config.block_size is 128; it must be 64; the implementation works on 64-token tiles",
+        ),
         ({"sparse_config": {"window_size": 100}}, "sparse_config.window_size is 100"),
         ({"sparse_config": {"topk": 1}}, "sparse_config.topk is 1; it must be at least"),
         ({"sparse_config": {"topk": "x"}}, "sparse_config.topk is 'x'"),
@@ -78,6 +84,36 @@ def test_one_end_token_or_none():
 def test_what_cannot_work_is_refused_by_name(change, message):
     with pytest.raises(ConfigError, match=message):
         MiniCPMSALAConfig.from_dict({**GOLDEN, **change})
+
+
+FLOATS = [f.name for f in dataclasses.fields(MiniCPMSALAConfig) if f.type in (float, str | float)]
+
+
+@pytest.mark.parametrize("text", ["NaN", "Infinity", "-Infinity", "1e999"])
+@pytest.mark.parametrize("name", [*FLOATS, "hidden_size", "eos_token_id"])
+def test_numbers_that_are_not_finite_are_refused_by_name(name, text):
+    value = json.loads(text)
+    with pytest.raises(ConfigError, match=f"^{name} is {value}"):
+        MiniCPMSALAConfig.from_dict({**GOLDEN, name: value})
+    if name in FLOATS:
+        with pytest.raises(ConfigError, match=f"^{name} is {value}; it must be finite"):
+            MiniCPMSALAConfig(**{name: value})
+
+
+def test_the_float_fields_are_known():
+    assert set(FLOATS) >= {"rms_norm_eps", "rope_theta", "scale_emb", "scale_depth", "initializer_range"}
+
+
+@pytest.mark.parametrize("name", FLOATS)
+def test_an_integer_beyond_all_floats_is_refused_by_name(name):
+    with pytest.raises(ConfigError, match=f"^{name} is beyond the range of a float"):
+        MiniCPMSALAConfig.from_dict({**GOLDEN, name: 10**400})
+
+
+@pytest.mark.parametrize("value", [0, -0.1])
+def test_weights_need_a_range(value):
+    with pytest.raises(ConfigError, match="initializer_range is .* it must be above 0"):
+        MiniCPMSALAConfig.from_dict({**GOLDEN, "initializer_range": value})
 
 
 def test_missing_mixer_types_is_an_error():

@@ -116,3 +116,13 @@ def test_the_last_steps_see_long_sequences_and_as_many_tokens(config):
     config = override(config, "steps=10", "long_share=0.3")
     shapes = [config.shape_at(step) for step in range(10)]
     assert shapes == [(32, 2048)] * 7 + [(16, 4096)] * 3
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "1e999"])
+@pytest.mark.parametrize(
+    "name",
+    ["z_loss", "long_share", "optimizer.learning_rate", "optimizer.grad_clip", "schedule.final_scale"],
+)
+def test_settings_that_are_not_finite_are_refused(name: str, value: str):
+    with pytest.raises(ConfigError, match=f"{name} is (nan|inf); it must be finite"):
+        override(EXPERIMENTS["tiny_sala"](), f"{name}={value}")
