@@ -95,9 +95,11 @@ def _train(arguments: argparse.Namespace) -> None:
         print(config)
         return
     from hybridjax.training.data import load_prepared
-    from hybridjax.training.report import write_pretrained
+    from hybridjax.training.report import check_output, write_pretrained
     from hybridjax.training.trainer import Trainer, headline, stop_on_signals
 
+    if arguments.output:
+        check_output(arguments.output)
     run_dir = arguments.run_dir or Path("runs", config.name)
     trainer = Trainer(config, load_prepared(Path(config.data.directory)))
     with stop_on_signals() as stop:

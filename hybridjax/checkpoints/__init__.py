@@ -6,11 +6,12 @@ Orbax is imported only by ``hybridjax.checkpoints.orbax_checkpoints``, which ser
 from hybridjax.checkpoints.bundled import bundled_models, resolve
 from hybridjax.checkpoints.generation import GenerationDefaults, generation_config
 from hybridjax.checkpoints.loading import load_config, load_model
-from hybridjax.checkpoints.saving import save_pretrained
+from hybridjax.checkpoints.saving import check_target, save_pretrained
 
 __all__ = [
     "GenerationDefaults",
     "bundled_models",
+    "check_target",
     "generation_config",
     "load_config",
     "load_model",

@@ -4,7 +4,7 @@ import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +39,7 @@ def save_pretrained(
     *,
     max_shard_bytes: int = 5 * 2**30,
     tokenizer_dir: str | Path | None = None,
+    extra_files: Mapping[str, bytes | str] | None = None,
 ) -> None:
     """Saves a model under the released tensor names and shapes.
 
@@ -51,23 +52,26 @@ def save_pretrained(
       directory: the directory to create or replace.
       max_shard_bytes: tensor bytes per file; a single larger tensor gets a file of its own.
       tokenizer_dir: where to copy tokenizer files from; None keeps those the target already has.
+      extra_files: further files by name, for instance a model card. A checkpoint that has all of them
+        is replaced with them.
 
     Raises:
-      CheckpointError: the target holds files that are no part of a checkpoint, or tokenizer_dir has no
-        tokenizer.json.
+      CheckpointError: the target holds files that are no part of a checkpoint, its parent directory
+        cannot be written, or tokenizer_dir has no tokenizer.json.
     """
+    extra_files = extra_files or {}
     target = Path(directory).expanduser().resolve()
+    _check_replaceable(target, extra_files)
     tokenizer_files = _tokenizer_files(target, tokenizer_dir)
-    _check_replaceable(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
-    staging.mkdir()
+    staging = _make_staging(target)
     try:
         _write_tensors(staging, parameters_of(model), max_shard_bytes)
         write_object(staging / "config.json", _config_dict(model))
         write_object(staging / GENERATION_CONFIG, _generation_dict(model.config))
         for file in tokenizer_files:
             shutil.copyfile(file, staging / file.name)
+        for name, content in extra_files.items():
+            (staging / name).write_bytes(content.encode() if isinstance(content, str) else content)
         for path in (*staging.iterdir(), staging):
             _flush(path)
         _swap(staging, target)
@@ -82,19 +86,65 @@ def _tokenizer_files(target: Path, tokenizer_dir: str | Path | None) -> list[Pat
     return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
 
 
-def _check_replaceable(target: Path) -> None:
-    if not target.exists():
-        return
-    if not target.is_dir():
-        raise CheckpointError(f"{target} is a file; give a directory")
+def check_target(directory: str | Path, extra_names: Collection[str] = ()) -> None:
+    """Fails now where ``save_pretrained`` would fail later; creates the parent directory.
+
+    Args:
+      directory: where a model is going to be saved.
+      extra_names: names of the ``extra_files``.
+
+    Raises:
+      CheckpointError: the directory is not to be replaced, or its parent cannot be written.
+    """
+    target = Path(directory).expanduser().resolve()
+    _check_replaceable(target, extra_names)
+    _make_staging(target).rmdir()
+
+
+def _make_staging(target: Path) -> Path:
+    staging = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        staging.mkdir()
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot write beside it: {error}") from error
+    return staging
+
+
+def _check_replaceable(target: Path, extra_names: Collection[str]) -> None:
+    """Refuses a target with files that are no checkpoint's.
+
+    Extra files are taken for a checkpoint's where they are complete and beside a config: one of them
+    alone may be anybody's.
+    """
     known = {"config.json", GENERATION_CONFIG, SINGLE, INDEX, *TOKENIZER_FILES}
-    for file in target.iterdir():
-        shard = file.name.startswith("model-") and file.suffix == ".safetensors"
-        if not shard and file.name not in known:
+    for name in extra_names:
+        if name in known or _is_shard(name) or not _is_plain(name):
+            raise CheckpointError(f"{name!r} cannot be the name of an extra file")
+    try:
+        if not target.exists():
+            return
+        if not target.is_dir():
+            raise CheckpointError(f"{target} is a file; give a directory")
+        files = {file.name: file.is_dir() for file in target.iterdir()}
+    except OSError as error:
+        raise CheckpointError(f"{target}: cannot be read: {error}") from error
+    if files.keys() >= {"config.json", *extra_names}:
+        known |= set(extra_names)
+    for name, is_directory in files.items():
+        if is_directory or (name not in known and not _is_shard(name)):
             raise CheckpointError(
-                f"{target} holds {file.name}, which is no part of a checkpoint and would be lost; "
+                f"{target} holds {name}, which is no part of a checkpoint and would be lost; "
                 "give another directory"
             )
+
+
+def _is_plain(name: str) -> bool:
+    return name not in ("", "..") and Path(name).name == name
+
+
+def _is_shard(name: str) -> bool:
+    return name.startswith("model-") and name.endswith(".safetensors")
 
 
 def _flush(path: Path) -> None:

@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import json
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -18,20 +19,35 @@ from hybridjax.training.step import DataParallel, make_row_nats
 from hybridjax.training.trainer import Trainer, TrainResult
 
 SHIPPED_DTYPE = "bfloat16"
+_CARD, _EVALUATION = "README.md", "evaluation.json"
+
+
+def check_output(directory: Path) -> None:
+    """Fails before a run where ``write_pretrained`` would fail after it.
+
+    Raises:
+      CheckpointError: the directory holds something else than an earlier output, or cannot be written.
+    """
+    from hybridjax.checkpoints import check_target
+
+    check_target(directory, (_CARD, _EVALUATION))
 
 
 def write_pretrained(trainer: Trainer, result: TrainResult, directory: Path) -> dict[str, Any]:
     """Writes weights in bfloat16, config, tokenizer, ``evaluation.json`` and ``README.md``.
 
-    The evaluation reads the written directory back and computes in float32, so anybody can repeat it.
+    The evaluation reads the same files back and computes in float32, so anybody can repeat it.
 
     Args:
       trainer: of the run.
       result: what it returned.
-      directory: where to write; created if need be.
+      directory: where to write; created if need be. An earlier output is replaced.
 
     Returns:
       The content of ``evaluation.json``.
+
+    Raises:
+      CheckpointError: the directory holds something else than an earlier output, or cannot be written.
     """
     # Its readers (safetensors) are not needed to train.
     from hybridjax.checkpoints import save_pretrained
@@ -39,10 +55,10 @@ def write_pretrained(trainer: Trainer, result: TrainResult, directory: Path) -> 
     shipped = {name: tensor.astype(SHIPPED_DTYPE) for name, tensor in result.tensors.items()}
     model = trainer.layout.model(shipped, jnp.dtype(SHIPPED_DTYPE))
     model.config = dataclasses.replace(trainer.config.model, dtype=SHIPPED_DTYPE)
-    # save_pretrained refuses to replace a directory that holds files it does not know.
-    for name in ("README.md", "evaluation.json"):
-        (directory / name).unlink(missing_ok=True)
-    save_pretrained(model, directory, tokenizer_dir=trainer.data.directory)
+    with tempfile.TemporaryDirectory() as temporary:
+        draft = Path(temporary, "model")
+        save_pretrained(model, draft, tokenizer_dir=trainer.data.directory)
+        heldout = evaluate_pretrained(draft, trainer.data, trainer.config.data)
     report = {
         "experiment": trainer.config.name,
         "steps": result.steps,
@@ -52,10 +68,13 @@ def write_pretrained(trainer: Trainer, result: TrainResult, directory: Path) -> 
         "device": f"{trainer.parallel.size} x {jax.devices()[0].device_kind}",
         "parameters": count(shipped),
         "corpus_sha256": trainer.data.info["corpus_sha256"],
-        "heldout": evaluate_pretrained(directory, trainer.data, trainer.config.data),
+        "heldout": heldout,
     }
-    (directory / "evaluation.json").write_text(json.dumps(report, indent=1) + "\n")
-    (directory / "README.md").write_text(model_card(trainer.config, trainer.data, report, shipped))
+    extra_files = {
+        _EVALUATION: json.dumps(report, indent=1) + "\n",
+        _CARD: model_card(trainer.config, trainer.data, report, shipped),
+    }
+    save_pretrained(model, directory, tokenizer_dir=trainer.data.directory, extra_files=extra_files)
     return report
 
 

@@ -13,7 +13,14 @@ from flax import nnx
 from safetensors import safe_open
 from safetensors.numpy import load_file
 
-from hybridjax.checkpoints import generation_config, load_config, load_model, save_pretrained, saving
+from hybridjax.checkpoints import (
+    check_target,
+    generation_config,
+    load_config,
+    load_model,
+    save_pretrained,
+    saving,
+)
 from hybridjax.checkpoints.generation import GenerationDefaults
 from hybridjax.configs import MiniCPMSALAConfig
 from hybridjax.errors import CheckpointError
@@ -136,6 +143,61 @@ def test_other_files_are_never_lost(golden):
     assert content(golden) == before
     with pytest.raises(CheckpointError, match="notes.txt is a file"):
         save_pretrained(load_model(golden), golden / "notes.txt")
+
+
+def test_extra_files_are_part_of_what_is_replaced(tmp_path):
+    model, out = load_model(GOLDENS / "dense"), tmp_path / "out"
+    save_pretrained(model, out, extra_files={"README.md": "first é", "figures.bin": b"\xff"})
+    assert content(out)["README.md"] == "first é".encode() and content(out)["figures.bin"] == b"\xff"
+    check_target(out, ("README.md", "figures.bin"))
+    save_pretrained(model, out, extra_files={"README.md": "second", "figures.bin": b""})
+    assert content(out)["README.md"] == b"second"
+    with pytest.raises(CheckpointError, match="no part of a checkpoint"):
+        save_pretrained(model, out)
+    assert content(out)["README.md"] == b"second"
+
+
+@pytest.mark.parametrize("others", [(), ("config.json",), ("figures.bin",), ("config.json", "notes.txt")])
+def test_a_file_called_like_an_extra_file_may_be_the_users(tmp_path, others):
+    for name in ("README.md", *others):
+        (tmp_path / name).write_text("mine")
+    extra = {"README.md": "new", "figures.bin": b""}
+    with pytest.raises(CheckpointError, match="which is no part of a checkpoint and would be lost"):
+        check_target(tmp_path, extra)
+    with pytest.raises(CheckpointError, match="which is no part of a checkpoint and would be lost"):
+        save_pretrained(load_model(GOLDENS / "dense"), tmp_path, extra_files=extra)
+    assert content(tmp_path) == dict.fromkeys(("README.md", *others), b"mine")
+
+
+def test_a_directory_called_like_a_file_is_not_replaced(golden):
+    (golden / "vocab.json").mkdir()
+    (golden / "vocab.json" / "mine").write_text("mine")
+    with pytest.raises(CheckpointError, match="holds vocab.json"):
+        save_pretrained(load_model(golden), golden)
+    assert (golden / "vocab.json" / "mine").read_text() == "mine"
+
+
+@pytest.mark.parametrize("name", ["config.json", "model-1.safetensors", "../out.txt", "a/b", "", ".."])
+def test_extra_files_have_names_of_their_own(tmp_path, name):
+    with pytest.raises(CheckpointError, match="cannot be the name of an extra file"):
+        save_pretrained(load_model(GOLDENS / "dense"), tmp_path / "out", extra_files={name: b""})
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("place", ["file/out", "file/deep/out", "/proc/hybridjax/out", "x" * 300])
+def test_a_place_that_cannot_be_written_is_named(tmp_path, place):
+    (tmp_path / "file").write_text("mine")
+    for save in (lambda path: save_pretrained(load_model(GOLDENS / "dense"), path), check_target):
+        with pytest.raises(CheckpointError, match="cannot write beside it|cannot be read"):
+            save(tmp_path / place)
+    assert content(tmp_path) == {"file": b"mine"}
+
+
+def test_checking_a_target_leaves_nothing_behind(tmp_path, golden):
+    before = content(golden)
+    check_target(golden)
+    check_target(tmp_path / "new" / "out")
+    assert content(golden) == before and not list((tmp_path / "new").iterdir())
 
 
 @pytest.mark.parametrize("step", ["write_safetensors", "write_object", "_swap"])

@@ -15,6 +15,8 @@ from training_fakes import HYBRID, small_experiment
 from hybridjax.checkpoints import load_config, load_model, resolve
 from hybridjax.train import main
 from hybridjax.training.experiments import EXPERIMENTS
+from hybridjax.training.report import check_output
+from hybridjax.training.trainer import Trainer
 
 
 def test_the_list_has_every_experiment(capsys):
@@ -80,6 +82,30 @@ def trained(prepared, tmp_path_factory):
     assert done.returncode == 0, done.stderr
     assert "bits per byte: all" in done.stderr
     return folder
+
+
+def no_training(*_, **__):
+    raise AssertionError("training started")
+
+
+@pytest.mark.parametrize("name", ["README.md", "evaluation.json", "notes.txt"])
+def test_an_output_directory_of_the_users_is_refused_before_training(
+    prepared, tmp_path, capsys, monkeypatch, name
+):
+    monkeypatch.setattr(Trainer, "run", no_training)
+    (tmp_path / name).write_text("mine")
+    arguments = ["--experiment", "tiny_sala_debug", "--data", str(prepared.directory)]
+    arguments += ["--run-dir", str(tmp_path / "run"), "--set", f"model.vocab_size={prepared.vocab_size}"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 2
+    assert f"{tmp_path} holds {name}, which is no part" in capsys.readouterr().err
+    assert main([*arguments, "--output", str(tmp_path / name / "model")]) == 2
+    assert "cannot write beside it" in capsys.readouterr().err
+    assert [file.name for file in tmp_path.iterdir()] == [name]
+    assert (tmp_path / name).read_text() == "mine"
+
+
+def test_an_earlier_output_is_replaced(trained):
+    check_output(trained / "model")
 
 
 def test_two_devices_in_bfloat16_see_the_losses_of_one_in_float32(trained, one_device_losses):
