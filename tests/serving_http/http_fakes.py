@@ -34,6 +34,9 @@ class ByteTokenizer:
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return [BOS] * add_special_tokens + list(text.encode())
 
+    def too_long(self, text: str, max_tokens: int) -> bool:
+        return len(text.encode()) > max_tokens
+
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         special = {} if skip_special_tokens else {BOS: b"<bos>", EOS: b"<eos>"}
         return b"".join(special.get(i, b"") if i > 255 else bytes([i]) for i in ids).decode(errors="replace")

@@ -7,7 +7,7 @@ from typing import Any
 import httpx
 import openai
 import pytest
-from http_fakes import PATIENCE, FakeEngine, RunningServer, alphabet
+from http_fakes import PATIENCE, ByteTokenizer, FakeEngine, RunningServer, alphabet
 
 from hybridjax.errors import EngineDeadError, RequestError
 from hybridjax.serving.api import SamplingParams
@@ -321,7 +321,29 @@ def test_a_body_of_exactly_the_limit_is_read(shared: httpx.Client):
     body = json.dumps({"prompt": "x" * (LIMIT - len(body))})
     assert len(body) == LIMIT
     reply = shared.post(COMPLETIONS, content=body, headers={"content-type": "application/json"})
-    check(reply, 400, "max_tokens", "exceed 64", "context_length_exceeded")
+    check(reply, 400, "prompt", "prompt has more than 64 tokens", "context_length_exceeded")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        (COMPLETIONS, {"prompt": ["x", "y" * 65]}, "prompt"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 65}]}, "messages"),
+        ("/generate", {"text": "x" * 65}, "text"),
+    ],
+)
+def test_a_text_that_no_context_holds_is_not_even_encoded(
+    shared: httpx.Client, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any], param: str
+):
+    encode = ByteTokenizer.encode
+
+    def short_only(self: ByteTokenizer, text: str, add_special_tokens: bool = True) -> list[int]:
+        assert len(text) < 65
+        return encode(self, text, add_special_tokens)
+
+    monkeypatch.setattr(ByteTokenizer, "encode", short_only)
+    reply = shared.post(path, json=body)
+    check(reply, 400, param, f"{param} has more than 64 tokens", "context_length_exceeded")
 
 
 def test_every_reply_has_a_request_id(shared: httpx.Client):

@@ -186,7 +186,7 @@ class _Service:
             if body.echo:
                 raise RequestError("echo needs a tokenizer, which this server lacks", param="echo")
             return ids, CompletionBodies(body, self._texts, ())
-        prompts = ids or [tokenizer.encode(text, add_special_tokens=True) for text in texts]
+        prompts = ids or [self._front.encode(tokenizer, text, "prompt") for text in texts]
         echoes = texts if texts or not body.echo else [tokenizer.decode(prompt) for prompt in ids]
         return prompts, CompletionBodies(body, self._texts, echoes)
 
@@ -198,7 +198,8 @@ class _Service:
         messages = [message.for_template() for message in body.messages]
         text = tokenizer.render_chat(messages, add_generation_prompt=True, **body.chat_template_kwargs)
         # Templates write the special tokens themselves.
-        return [tokenizer.encode(text, add_special_tokens=False)], ChatBodies(body, self._texts)
+        prompt = self._front.encode(tokenizer, text, "messages", add_special_tokens=False)
+        return [prompt], ChatBodies(body, self._texts)
 
 
 def _documented(schema: type[Schema]) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from hybridjax.errors import HybridJaxError, RequestError
 from hybridjax.serving.api import FrontDoor, RequestOutput, SamplingParams, TokenLogprob
+from hybridjax.serving.http.bodies import TextTokenizer
 from hybridjax.serving.http.errors import DrainingError
 from hybridjax.serving.http.telemetry import Telemetry, Timing
 
@@ -219,6 +220,19 @@ class Front:
     max_completions: int
     sampling_defaults: Mapping[str, float]
     log_requests: bool
+
+    def encode(
+        self, tokenizer: TextTokenizer, text: str, param: str, *, add_special_tokens: bool = True
+    ) -> list[int]:
+        """Token ids of a prompt; raises RequestError for what no context holds, before any work."""
+        context = self.engine.info.context_length
+        if tokenizer.too_long(text, context):
+            raise RequestError(
+                f"{param} has more than {context} tokens, which is what the context holds",
+                param=param,
+                code="context_length_exceeded",
+            )
+        return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
     def check_count(self, wanted: int, param: str) -> None:
         """Raises RequestError if one HTTP request asks for too many completions."""

@@ -213,7 +213,7 @@ class NativeRoutes:
         prompts: list[Any] = list(body.prompts)
         if body.text is not None:
             tokenizer = self._need_tokenizer("text")
-            prompts = [tokenizer.encode(text, add_special_tokens=True) for text in prompts]
+            prompts = [self._front.encode(tokenizer, text, "text") for text in prompts]
         each = body.sampling_params * (len(prompts) if len(body.sampling_params) == 1 else 1)
         return [
             (prompt, params.sampling_params(choice, self._front.sampling_defaults, body.logprobs))
