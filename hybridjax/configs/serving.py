@@ -43,6 +43,10 @@ class EngineConfig:
         "(default: 2048, on a CPU 512)",
     )
     page_size: int | None = _field(None, "tokens per K/V page (default: the model's sparse block)")
+    disable_radix_cache: bool = _field(False, "compute every prompt from its first token")
+    max_mamba_cache_size: int | None = _field(
+        None, "snapshots of recurrent state that the prefix cache may hold (default: by free memory)"
+    )
     num_continuous_decode_steps: int = _field(4, "decode steps that run per dispatch")
     disable_overlap_schedule: bool = _field(
         False, "wait for each step's tokens before launching the next (for debugging)"
@@ -66,7 +70,13 @@ class EngineConfig:
         )
         for name in ("num_continuous_decode_steps", "max_queued_requests"):
             positive_int(name, getattr(self, name))
-        for name in ("context_length", "max_running_requests", "max_total_tokens", "page_size"):
+        for name in (
+            "context_length",
+            "max_running_requests",
+            "max_total_tokens",
+            "page_size",
+            "max_mamba_cache_size",
+        ):
             if getattr(self, name) is not None:
                 positive_int(name, getattr(self, name))
         check(

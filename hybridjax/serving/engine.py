@@ -128,6 +128,7 @@ class Engine:
             # Left open, the runner's largest prefill bucket decides.
             chunked_prefill_size=config.chunked_prefill_size or -1,
             num_decode_steps=config.num_continuous_decode_steps,
+            prefix_caching=not config.disable_radix_cache,
             clock=clock,
         )
         self._loop = EngineLoop(
@@ -213,6 +214,10 @@ class Engine:
     def check_integrity(self) -> None:
         """Raises PoolError unless the queues, lengths and pools agree with each other."""
         self._loop.check_integrity()
+
+    def flush_cache(self) -> None:
+        """Forgets every cached prefix; running requests are untouched."""
+        self._loop.flush_cache()
 
     def shutdown(self) -> None:
         """Aborts every request, ends the thread and frees the device's memory; idempotent."""

@@ -11,7 +11,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hybridjax.errors import EngineDeadError, HybridJaxError, QueueFullError, RequestError
 from hybridjax.serving.api import FinishReason, OnOutput, RequestOutput
@@ -22,6 +22,8 @@ from hybridjax.serving.request import Request
 from hybridjax.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+_Call = tuple[Callable[[], None], "concurrent.futures.Future[None]"]
 
 _STEP_FAILED = "a step failed on the device; the server's log says why"
 
@@ -60,7 +62,7 @@ class EngineLoop:
         self._live: dict[str, Entry] = {}
         self._inbox: list[Entry] = []
         self._aborts: list[Entry] = []
-        self._checks: list[concurrent.futures.Future[None]] = []
+        self._calls: list[_Call] = []
         self._stopping = False
         self._ended = False
         self._failed = False
@@ -129,14 +131,22 @@ class EngineLoop:
 
     def check_integrity(self) -> None:
         """Raises PoolError unless queues, lengths and pools agree. Checked between two steps."""
+        self._between_steps(self._scheduler.check_integrity)
+
+    def flush_cache(self) -> None:
+        """Forgets every cached prefix, between two steps."""
+        self._between_steps(self._scheduler.flush_cache)
+
+    def _between_steps(self, call: Callable[[], None]) -> None:
+        """Runs ``call`` in the loop's thread, or here once the loop has ended; raises what it raises."""
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         with self._condition:
             direct = self._ended or threading.current_thread() is self._thread
             if not direct:
-                self._checks.append(done)
+                self._calls.append((call, done))
                 self._condition.notify()
         if direct:
-            self._scheduler.check_integrity()
+            call()
         else:
             done.result()
 
@@ -157,7 +167,7 @@ class EngineLoop:
                 self._stopping
                 or self._inbox
                 or self._aborts
-                or self._checks
+                or self._calls
                 or self._in_flight
                 or self._scheduler.has_work
             ):
@@ -166,12 +176,12 @@ class EngineLoop:
                 return False
             inbox, self._inbox = self._inbox, []
             aborts, self._aborts = self._aborts, []
-            checks, self._checks = self._checks, []
+            calls, self._calls = self._calls, []
             for entry in inbox:
                 self._scheduler.add(entry.request)
         for entry in aborts:
             self._end(entry, "abort")
-        self._answer(checks)
+        self._answer(calls)
         return True
 
     def _step(self) -> None:
@@ -287,6 +297,7 @@ class EngineLoop:
             if usable:
                 self._apply(plan, result)
         self._fail_requests(self._scheduler.admitted)
+        self._scheduler.flush_cache()
         if not self._runner.recover():
             raise EngineDeadError("the runner cannot go on after a failed step")
 
@@ -303,10 +314,10 @@ class EngineLoop:
         self._scheduler.rebuild_pools()
         self._pools_suspect = False
 
-    def _answer(self, checks: Sequence[concurrent.futures.Future[None]]) -> None:
-        for done in checks:
+    def _answer(self, calls: Sequence[_Call]) -> None:
+        for call, done in calls:
             try:
-                self._scheduler.check_integrity()
+                call()
             except Exception as error:
                 done.set_exception(error)
             else:
@@ -315,15 +326,16 @@ class EngineLoop:
     def _end_all(self) -> None:
         with self._condition:
             self._ended = True
-            entries, checks = list(self._live.values()), self._checks
-            self._inbox, self._aborts, self._checks = [], [], []
+            entries, calls = list(self._live.values()), self._calls
+            self._inbox, self._aborts, self._calls = [], [], []
         for entry in entries:
             if self._failed:
                 self._end(entry, "error", error="the engine has failed")
             else:
                 self._end(entry, "abort")
         self._in_flight.clear()
-        self._answer(checks)
+        self._scheduler.flush_cache()
+        self._answer(calls)
         try:
             self._runner.close()
         except Exception:

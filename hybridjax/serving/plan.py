@@ -21,12 +21,20 @@ class PrefillRow:
 
     A chunk that does not end the prompt has ``is_last`` False and can neither be sampled nor lead to a
     decode row: construction fails when ``is_last`` disagrees with the prompt's length.
+
+    Attributes:
+      initial_slot: slot with the recurrent state before ``start``: the request's own, or a snapshot
+        that is only read; irrelevant at position 0.
+      snapshots: (position, slot) pairs: the state after the tokens before ``position``, a multiple of
+        64 in (start, end], is also written to that slot.
     """
 
     request: Request
     start: int
     end: int
     is_last: bool
+    initial_slot: int = 0
+    snapshots: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
         length = self.request.prompt_length

@@ -169,6 +169,9 @@ class ModelRunner:
             fields["logit_rows"][i] = begin + length - 1
             fields["emits"][i] = row.is_last
             fields["context_length"][i] = row.end
+            fields["initial_slot"][i] = row.initial_slot
+            for position, slot in row.snapshots:
+                fields["snapshot_slot"][first + (position - row.start) // TILE - 1] = slot
             _fill_pages(fields, i, row.request, -(-row.end // self.page_size))
             first += count
         return bucket, fields

@@ -275,6 +275,7 @@ def test_abort_in_each_phase(phase, overlap):
         if phase == "waiting":
             assert "victim" not in runner.admitted
         engine.check_integrity()
+        engine.flush_cache()
         assert engine._loop._scheduler.pages.available == 39
 
 
