@@ -528,6 +528,21 @@ def test_an_abort_between_launch_and_read_leaves_nothing_to_the_cache():
     assert scheduler.slots.available == scheduler.slots.capacity
 
 
+def test_an_aborted_prefill_leaves_only_what_was_computed():
+    scheduler = scheduler_of(prefix_caching=True, chunked_prefill_size=128)
+    runner = FakeRunner()
+    request = make_related("a", 600, 600, max_tokens=1)
+    scheduler.add(request)
+    for expected in (2, 4):
+        plan = scheduler.next_plan()
+        runner.read(runner.launch(plan))
+        scheduler.confirm(plan.rows[0])
+        assert scheduler.cache.num_pages == expected
+    scheduler.next_plan()
+    scheduler.finish(request, "abort")
+    assert scheduler.cache.num_pages == 4
+
+
 def test_cached_pages_and_snapshots_make_room_for_requests():
     scheduler = scheduler_of(prefix_caching=True, num_pages=11, num_slots=3, max_running=2)
     runner = FakeRunner(num_pages=11, num_slots=3)
