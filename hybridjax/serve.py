@@ -4,15 +4,16 @@ import argparse
 import dataclasses
 import json
 import logging
+import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from hybridjax.configs.flags import add_flags, from_flags
-from hybridjax.configs.serving import EngineConfig, ServerConfig
+from hybridjax.configs.serving import EngineConfig, ServerConfig, secret_fields
 from hybridjax.errors import ConfigError, HybridJaxError
 from hybridjax.serving.http.app import create_app
 from hybridjax.serving.http.server import HttpServer, listen, reserve
@@ -36,12 +37,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     add_flags(parser, ServerConfig)
     namespace = parser.parse_args(argv)
     try:
-        return run(from_flags(ServerConfig, namespace), build_engine)
+        config = with_secrets(from_flags(ServerConfig, namespace), os.environ)
+        return run(config, build_engine)
     except HybridJaxError as error:
         print(f"hybridjax.serve: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+
+
+def with_secrets(config: ServerConfig, environment: Mapping[str, str]) -> ServerConfig:
+    """Takes the keys that no flag gives from HYBRIDJAX_API_KEY and HYBRIDJAX_ADMIN_API_KEY."""
+    found = {name: environment.get(f"HYBRIDJAX_{name.upper()}") for name in secret_fields(ServerConfig)}
+    missing = {name: value for name, value in found.items() if value and getattr(config, name) is None}
+    return dataclasses.replace(config, **missing)
 
 
 def build_engine(config: ServerConfig) -> Any:
@@ -58,6 +67,8 @@ def run(config: ServerConfig, make_engine: Callable[[ServerConfig], Any]) -> int
     logging.basicConfig(level=level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     # JAX reports every backend that it did not find.
     logging.getLogger("jax").setLevel(max(level, logging.WARNING))
+    if config.log_requests:
+        _log_requests()
     if config.chat_template and not Path(config.chat_template).is_file():
         raise ConfigError(f"chat_template is {config.chat_template!r}; it must be a file")
     if config.chat_template and config.skip_tokenizer_init:
@@ -70,11 +81,21 @@ def run(config: ServerConfig, make_engine: Callable[[ServerConfig], Any]) -> int
             app = create_app(engine, tokenizer, config)
             listen(sock)
             name = config.served_model_name or engine.info.model_name
-            server = HttpServer(app, config, on_ready=lambda: _announce(sock, name, tokenizer))
+            server = HttpServer(app, config, on_ready=lambda: _announce(sock, name, tokenizer, config))
             server.run(sockets=[sock])
         finally:
             engine.shutdown()
     return 0
+
+
+def _log_requests() -> None:
+    requests = logging.getLogger("hybridjax.requests")
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(message)s"))
+    requests.addHandler(handler)
+    requests.setLevel(logging.INFO)
+    # The lines are for machines: bare, and there whatever log_level says.
+    requests.propagate = False
 
 
 def _tokenizer_with_template(config: ServerConfig) -> Any:
@@ -85,10 +106,10 @@ def _tokenizer_with_template(config: ServerConfig) -> Any:
     return load_tokenizer(path, Path(config.chat_template or ""))
 
 
-def _announce(sock: socket.socket, name: str, tokenizer: Any) -> None:
+def _announce(sock: socket.socket, name: str, tokenizer: Any, config: ServerConfig) -> None:
     host, port = sock.getsockname()[:2]
-    if host not in LOOPBACK:
-        logger.warning("anybody who can reach %s may use this server; there is no authentication", host)
+    if host not in LOOPBACK and config.api_key is None:
+        logger.warning("anybody who can reach %s may use this server; there is no --api-key", host)
     reachable = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
     url = f"http://[{reachable}]:{port}" if ":" in reachable else f"http://{reachable}:{port}"
     path, body = "/v1/completions", {"model": name, "prompt": [1, 2, 3], "max_tokens": 32}
@@ -98,8 +119,9 @@ def _announce(sock: socket.socket, name: str, tokenizer: Any) -> None:
             path = "/v1/chat/completions"
             body = {"model": name, "messages": [{"role": "user", "content": "Hello!"}], "max_tokens": 32}
     example = shlex.quote(json.dumps(body))
+    key = '-H "Authorization: Bearer $HYBRIDJAX_API_KEY" ' if config.api_key else ""
     print(f"hybridjax is ready: {name} at {url}", flush=True)
-    print(f"curl {url}{path} -H 'Content-Type: application/json' -d {example}", flush=True)
+    print(f"curl {url}{path} -H 'Content-Type: application/json' {key}-d {example}", flush=True)
 
 
 if __name__ == "__main__":

@@ -4,13 +4,19 @@ Names follow SGLang's server arguments, so that an operator's command line carri
 """
 
 import dataclasses
+import re
 from typing import Any
 
 from hybridjax.configs.validation import check, positive_int
+from hybridjax.errors import ConfigError
 
 
 def _field(default: Any, help: str, **metadata: Any) -> Any:
     return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+def _secret(help: str) -> Any:
+    return dataclasses.field(default=None, repr=False, metadata={"help": help, "secret": True})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -99,9 +105,36 @@ class ServerConfig(EngineConfig):
     log_level: str = _field("info", "log level", choices=["debug", "info", "warning", "error"])
     drain_timeout: float = _field(30.0, "seconds that running requests get after SIGTERM")
     max_request_bytes: int = _field(16 * 2**20, "largest HTTP body; larger ones get HTTP 413")
+    enable_metrics: bool = _field(False, "answer GET /metrics for Prometheus")
+    log_requests: bool = _field(False, "one line of JSON on stderr per finished request, without its text")
+    sampling_defaults: str = _field(
+        "model",
+        "what fields that a request leaves out mean: what the checkpoint's generation_config.json says, "
+        "or OpenAI's defaults",
+        choices=["model", "openai"],
+    )
+    api_key: str | None = _secret(
+        "key that clients send as 'Authorization: Bearer KEY' (default: the environment's HYBRIDJAX_API_KEY, "
+        "which other users of the machine cannot see)"
+    )
+    admin_api_key: str | None = _secret(
+        "key of the operator's routes, which the other one then does not open "
+        "(default: the environment's HYBRIDJAX_ADMIN_API_KEY)"
+    )
 
     def __post_init__(self):
         super().__post_init__()
         check(0 <= self.port < 65536, "port", self.port, "in 0..65535")
         check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "0 or more seconds")
         positive_int("max_request_bytes", self.max_request_bytes)
+        known = ("model", "openai")
+        check(self.sampling_defaults in known, "sampling_defaults", self.sampling_defaults, "model or openai")
+        for name in secret_fields(type(self)):
+            value = getattr(self, name)
+            if value is not None and not re.fullmatch("[!-~]+", value):
+                raise ConfigError(f"{name} must be one or more printable ASCII characters without spaces")
+
+
+def secret_fields(config: type) -> tuple[str, ...]:
+    """Names of the fields whose values may not be shown."""
+    return tuple(f.name for f in dataclasses.fields(config) if f.metadata.get("secret"))

@@ -170,7 +170,11 @@ class GenerationResult:
 
 @dataclasses.dataclass(frozen=True)
 class EngineInfo:
-    """What a front needs to know about the engine (all of it may be shown to clients)."""
+    """What a front needs to know about the engine (all of it may be shown to clients).
+
+    Attributes:
+      sampling_defaults: values that the checkpoint recommends for fields of SamplingParams.
+    """
 
     model_name: str
     model_path: str
@@ -178,6 +182,26 @@ class EngineInfo:
     vocab_size: int
     max_running_requests: int
     max_total_tokens: int
+    sampling_defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineStats:
+    """How busy the engine is, as of its last step.
+
+    Attributes:
+      running: requests that hold memory, in prefill or decoding.
+      waiting: requests that do not yet.
+      used_pages, total_pages: K/V pages that requests hold, and that there are.
+      used_slots, total_slots: recurrent states, likewise.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    used_pages: int = 0
+    total_pages: int = 0
+    used_slots: int = 0
+    total_slots: int = 0
 
 
 Prompt = str | Sequence[int]
@@ -192,6 +216,11 @@ class FrontDoor(Protocol):
 
     @property
     def is_healthy(self) -> bool: ...
+
+    @property
+    def stats(self) -> EngineStats:
+        """A snapshot; costs the engine's thread nothing."""
+        ...
 
     def submit(
         self, prompt: Prompt, params: SamplingParams, on_output: OnOutput, *, request_id: str | None = None

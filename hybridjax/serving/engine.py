@@ -10,16 +10,17 @@ import random
 import threading
 import time
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from hybridjax.configs import EngineConfig
-from hybridjax.errors import ConfigError, RequestError
+from hybridjax.errors import CheckpointError, ConfigError, RequestError
 from hybridjax.serving.api import (
     EngineInfo,
+    EngineStats,
     GenerationResult,
     OnOutput,
     Prompt,
@@ -54,13 +55,15 @@ class Engine:
 
     def __init__(self, model_path: str = "tiny-sala", **fields: Any):
         config = _engine_config(model_path, fields)
-        self._set_up(config, *_load(config))
+        defaults = _sampling_defaults(config)
+        self._set_up(config, *_load(config), sampling_defaults=defaults)
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "Engine":
         """An engine for a complete configuration; raises what the constructor raises."""
         engine = cls.__new__(cls)
-        engine._set_up(config, *_load(config))
+        defaults = _sampling_defaults(config)
+        engine._set_up(config, *_load(config), sampling_defaults=defaults)
         return engine
 
     @classmethod
@@ -99,6 +102,7 @@ class Engine:
         info: EngineInfo | None = None,
         make_text_source: MakeTextSource | None = None,
         clock: Callable[[], float] = time.monotonic,
+        sampling_defaults: Mapping[str, float] | None = None,
     ) -> None:
         running = min(runner.max_decode_rows, runner.num_slots - 1)
         running = min(running, config.max_running_requests or running)
@@ -114,6 +118,7 @@ class Engine:
             vocab_size=runner.vocab_size,
             max_running_requests=running,
             max_total_tokens=capacity,
+            sampling_defaults=sampling_defaults or {},
         )
         self._make_text_source = make_text_source or _detokenizer
         self._clock = clock
@@ -150,6 +155,11 @@ class Engine:
     def is_healthy(self) -> bool:
         """Whether the engine takes requests."""
         return self._loop.is_healthy
+
+    @property
+    def stats(self) -> EngineStats:
+        """How busy the engine is, as of its last step."""
+        return self._loop.stats
 
     def submit(
         self, prompt: Prompt, params: SamplingParams, on_output: OnOutput, *, request_id: str | None = None
@@ -293,6 +303,20 @@ def _load(config: EngineConfig) -> tuple[Runner, Any, tuple[int, ...]]:
     enable_compilation_cache(config.compilation_cache_dir)
     runner = ModelRunner(model, config, pool_sizes(config, model))
     return runner, tokenizer, model.config.eos_token_id if eos_tokens is None else eos_tokens
+
+
+def _sampling_defaults(config: EngineConfig) -> dict[str, float]:
+    """What the checkpoint recommends for the fields that it names, as vLLM and SGLang read it."""
+    from hybridjax.checkpoints import generation_config
+
+    read = dataclasses.asdict(generation_config(config.model_path))
+    names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+    found = {name: read[name] for name in names if read[name] is not None}
+    try:
+        SamplingParams(**found)
+    except RequestError as error:
+        raise CheckpointError(f"{config.model_path}: generation_config.json: {error}") from None
+    return found
 
 
 def _detokenizer(tokenizer: Any, skip_special_tokens: bool) -> TextSource:

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from hybridjax.errors import EngineDeadError, HybridJaxError, QueueFullError, RequestError
-from hybridjax.serving.api import FinishReason, OnOutput, RequestOutput
+from hybridjax.serving.api import EngineStats, FinishReason, OnOutput, RequestOutput
 from hybridjax.serving.output import OutputProcessor
 from hybridjax.serving.plan import Handle, NotLaunchedError, Plan, PrefillRow, Runner, StepResult
 from hybridjax.serving.pools import PoolError
@@ -59,6 +59,7 @@ class EngineLoop:
         self._pools_suspect = False
         # Shared between threads, guarded by the condition's lock.
         self._condition = threading.Condition()
+        self._last_stats = scheduler.stats()
         self._live: dict[str, Entry] = {}
         self._inbox: list[Entry] = []
         self._aborts: list[Entry] = []
@@ -76,6 +77,21 @@ class EngineLoop:
     def is_healthy(self) -> bool:
         """Whether new requests are taken."""
         return not self._stopping and not self._ended and self._thread.is_alive()
+
+    @property
+    def stats(self) -> EngineStats:
+        """The scheduler's last snapshot, with what has arrived since; from any thread."""
+        with self._condition:
+            last, inbox = self._last_stats, len(self._inbox)
+        pages, slots = self._scheduler.pages.capacity, self._scheduler.slots.capacity
+        return EngineStats(
+            running=last.prefilling + last.running,
+            waiting=last.waiting + inbox,
+            used_pages=pages - last.free_pages,
+            total_pages=pages,
+            used_slots=slots - last.free_slots,
+            total_slots=slots,
+        )
 
     def check_accepts(self, request_ids: Sequence[str] = (), *, bounded: bool = True) -> None:
         """Raises what ``add`` would raise for these ids now. Modifies nothing."""
@@ -179,6 +195,7 @@ class EngineLoop:
             calls, self._calls = self._calls, []
             for entry in inbox:
                 self._scheduler.add(entry.request)
+            self._last_stats = self._scheduler.stats()
         for entry in aborts:
             self._end(entry, "abort")
         self._answer(calls)
@@ -197,6 +214,7 @@ class EngineLoop:
             self._check_when_idle()
         if self._pools_suspect:
             self._reset_pools()
+        self._last_stats = self._scheduler.stats()
 
     def _launch(self, plan: Plan) -> bool:
         try:
@@ -333,6 +351,7 @@ class EngineLoop:
                 self._end(entry, "error", error="the engine has failed")
             else:
                 self._end(entry, "abort")
+        self._last_stats = self._scheduler.stats()
         self._in_flight.clear()
         self._scheduler.flush_cache()
         self._answer(calls)

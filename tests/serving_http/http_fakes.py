@@ -11,7 +11,14 @@ from typing import Any
 
 from hybridjax.configs.serving import ServerConfig
 from hybridjax.errors import QueueFullError, RequestError
-from hybridjax.serving.api import EngineInfo, OnOutput, RequestOutput, SamplingParams, TokenLogprob
+from hybridjax.serving.api import (
+    EngineInfo,
+    EngineStats,
+    OnOutput,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprob,
+)
 from hybridjax.serving.http.app import create_app
 from hybridjax.serving.http.server import HttpServer, listen, reserve
 
@@ -129,6 +136,7 @@ class FakeEngine:
         )
         self.tokenizer: ByteTokenizer | None = ByteTokenizer()
         self.is_healthy = True
+        self.stats = EngineStats()
         self.script: Callable[[Sequence[int], SamplingParams], Iterator[Any]] = alphabet
         self.submit_error: Exception | None = None
         self.cached_tokens = 0

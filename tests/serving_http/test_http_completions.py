@@ -1,4 +1,5 @@
 import asyncio
+import dataclasses
 
 import httpx
 import openai
@@ -34,6 +35,29 @@ def test_the_async_client_completes_and_streams(server: RunningServer):
     text, parts = asyncio.run(run())
     assert text == "abc"
     assert "".join(parts) == "abcdefghijklmnopqrstuvwxyzabcd"
+
+
+def test_the_checkpoints_defaults_fill_what_a_request_leaves_out(serve, engine: FakeEngine):
+    defaults = {"temperature": 0.7, "top_p": 0.9, "top_k": 20, "min_p": 0.1, "repetition_penalty": 1.05}
+    engine.info = dataclasses.replace(engine.info, sampling_defaults=defaults)
+    server = serve()
+    named = {"temperature": 1, "top_p": 1, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1}
+    for fields in ({}, {"temperature": None}, {"temperature": 0, "top_k": -1}, named):
+        body = {"prompt": "x", "max_tokens": 1, **fields}
+        assert httpx.post(server.url + "/v1/completions", json=body).status_code == 200
+    messages = {"messages": [{"role": "user", "content": "x"}], "max_tokens": 1}
+    assert httpx.post(server.url + "/v1/chat/completions", json=messages).status_code == 200
+    filled = SamplingParams(max_tokens=1, **defaults)
+    greedy = dataclasses.replace(filled, temperature=0, top_k=0)
+    seen = [params for _, params in engine.submitted.values()]
+    assert seen == [filled, filled, greedy, SamplingParams(max_tokens=1), filled]
+
+
+def test_openais_defaults_can_be_kept(serve, engine: FakeEngine):
+    engine.info = dataclasses.replace(engine.info, sampling_defaults={"temperature": 0.7})
+    server = serve(sampling_defaults="openai")
+    assert httpx.post(server.url + "/v1/completions", json={"prompt": "x"}).status_code == 200
+    assert [params for _, params in engine.submitted.values()] == [SamplingParams()]
 
 
 def test_max_tokens_defaults_to_16(client: openai.OpenAI):

@@ -250,7 +250,7 @@ def test_a_given_chat_template_is_used(tmp_path: Path, monkeypatch: pytest.Monke
     engine = FakeEngine()
     sent: list[Any] = []
 
-    def chat(sock: socket.socket, name: str, tokenizer: Any) -> None:
+    def chat(sock: socket.socket, name: str, tokenizer: Any, config: ServerConfig) -> None:
         sent.append(tokenizer.render_chat([{"role": "user", "content": "you"}]))
         signal.raise_signal(signal.SIGTERM)
 

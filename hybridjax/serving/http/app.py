@@ -7,15 +7,25 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic.json_schema import models_json_schema
+from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 
 from hybridjax.configs.serving import ServerConfig
 from hybridjax.errors import EngineDeadError, ModelNotFoundError, RequestError
 from hybridjax.serving.api import FrontDoor
 from hybridjax.serving.http import errors
-from hybridjax.serving.http.bodies import Bodies, ChatBodies, CompletionBodies, TextTokenizer, TokenTexts
-from hybridjax.serving.http.errors import DrainingError, UnsupportedMediaTypeError
-from hybridjax.serving.http.generation import Lifecycle
+from hybridjax.serving.http.auth import Authentication
+from hybridjax.serving.http.bodies import (
+    Bodies,
+    ChatBodies,
+    CompletionBodies,
+    Envelope,
+    TextTokenizer,
+    TokenTexts,
+)
+from hybridjax.serving.http.errors import DrainingError, MetricsDisabledError, UnsupportedMediaTypeError
+from hybridjax.serving.http.generation import Front, Lifecycle
+from hybridjax.serving.http.metrics import CONTENT_TYPE, Metrics
 from hybridjax.serving.http.middleware import BodyLimit, RequestLog
 from hybridjax.serving.http.parsing import parse, show
 from hybridjax.serving.http.protocol import (
@@ -24,7 +34,8 @@ from hybridjax.serving.http.protocol import (
     CompletionRequest,
     GenerationRequest,
 )
-from hybridjax.serving.http.respond import GenerationResponse
+from hybridjax.serving.http.respond import Answer, GenerationResponse, OpenAIAnswer, Work
+from hybridjax.serving.http.telemetry import Telemetry
 
 
 def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: ServerConfig) -> FastAPI:
@@ -43,6 +54,7 @@ def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: Serve
     app.state.lifecycle = service.lifecycle
     errors.install(app)
     app.add_middleware(BodyLimit, limit=config.max_request_bytes)
+    app.add_middleware(Authentication, config=config)
     app.add_middleware(RequestLog)
 
     def route(path: str, endpoint: Callable[..., Any], method: str, **documented: Any) -> None:
@@ -54,6 +66,7 @@ def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: Serve
     route("/v1/models/{model_id:path}", service.model, "GET")
     route("/health", service.health, "GET")
     route("/health", service.health, "HEAD", include_in_schema=False)
+    route("/metrics", service.metrics, "GET")
     _document_schemas(app)
     return app
 
@@ -61,11 +74,15 @@ def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: Serve
 class _Service:
     def __init__(self, engine: FrontDoor, tokenizer: TextTokenizer | None, config: ServerConfig):
         self.lifecycle = Lifecycle()
+        self.telemetry = Telemetry()
         self._engine = engine
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
         self._name = config.served_model_name or engine.info.model_name
+        self._front = Front(engine, self.lifecycle, self.telemetry, self._name, config.log_requests)
+        self._metrics = Metrics(engine, self.telemetry, self._name) if config.enable_metrics else None
         self._max_completions = min(MAX_PROMPTS, config.max_queued_requests)
+        self._defaults = engine.info.sampling_defaults if config.sampling_defaults == "model" else {}
         self._created = int(time.time())
 
     async def completions(self, request: Request) -> Response:
@@ -100,6 +117,12 @@ class _Service:
             raise EngineDeadError("the engine is not healthy")
         return JSONResponse({"status": "ok"})
 
+    async def metrics(self) -> Response:
+        if self._metrics is None:
+            raise MetricsDisabledError("this server was started without --enable-metrics")
+        body = await run_in_threadpool(self._metrics.render)
+        return Response(body, headers={"content-type": CONTENT_TYPE})
+
     def _card(self) -> dict[str, Any]:
         info = self._engine.info
         card = {"id": self._name, "object": "model", "created": self._created, "owned_by": "hybridjax"}
@@ -112,11 +135,21 @@ class _Service:
                 param="model",
             )
 
-    def _generate(self, body: GenerationRequest, prepare: Callable[[], Any]) -> Response:
+    def _generate(
+        self, body: GenerationRequest, prepare: Callable[[], tuple[list[list[int]], Bodies]]
+    ) -> Response:
         if self._tokenizer is None and body.stop:
             raise RequestError("stop needs a tokenizer, which this server lacks", param="stop")
         token_ids = body.return_token_ids or self._tokenizer is None
-        return GenerationResponse(self._engine, self.lifecycle, self._name, body, prepare, token_ids)
+
+        def prepare_all(request_id: str) -> tuple[Work, Answer]:
+            params = [body.sampling_params(choice, self._defaults) for choice in range(body.n)]
+            prompts, bodies = prepare()
+            work = [(prompt, params[choice]) for prompt in prompts for choice in range(body.n)]
+            envelope = Envelope(bodies, request_id, self._name)
+            return work, OpenAIAnswer(body, prompts, bodies, envelope, token_ids)
+
+        return GenerationResponse(self._front, prepare_all, stream=body.stream)
 
     def _prepare_completions(self, body: CompletionRequest) -> tuple[list[list[int]], Bodies]:
         texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]

@@ -27,6 +27,14 @@ class UnsupportedMediaTypeError(HybridJaxError):
     """The body is not declared as JSON. Becomes HTTP 415."""
 
 
+class MetricsDisabledError(HybridJaxError):
+    """There are no metrics without --enable-metrics. Becomes HTTP 404."""
+
+
+class UnauthorizedError(HybridJaxError):
+    """The request lacks the key that its route needs. Becomes HTTP 401."""
+
+
 class DrainingError(HybridJaxError):
     """The server is shutting down. Becomes HTTP 503."""
 
@@ -47,6 +55,11 @@ def describe(error: Exception, request_id: str) -> tuple[int, dict[str, Any], di
             return 404, error_body(str(error), invalid, error.param, error.code or "model_not_found"), {}
         case RequestError():
             return 400, error_body(str(error), invalid, error.param, error.code), {}
+        case MetricsDisabledError():
+            return 404, error_body(str(error), invalid, code="metrics_disabled"), {}
+        case UnauthorizedError():
+            body = error_body(str(error), "authentication_error", code="invalid_api_key")
+            return 401, body, {"www-authenticate": "Bearer"}
         case BodyTooLargeError():
             return 413, error_body(str(error), invalid, code="request_too_large"), {}
         case UnsupportedMediaTypeError():
@@ -93,6 +106,6 @@ def install(app: FastAPI) -> None:
 
     for kind in (RequestError, BodyTooLargeError, UnsupportedMediaTypeError, DrainingError, QueueFullError):
         app.add_exception_handler(kind, answer)
-    for kind in (EngineDeadError, GenerationFailedError, HTTPException):
+    for kind in (EngineDeadError, GenerationFailedError, HTTPException, MetricsDisabledError):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(ClientDisconnect, nobody_listens)

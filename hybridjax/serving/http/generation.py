@@ -4,16 +4,20 @@ import asyncio
 import dataclasses
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
+from typing import Any
 
-from hybridjax.errors import HybridJaxError
+from hybridjax.errors import HybridJaxError, RequestError
 from hybridjax.serving.api import FrontDoor, RequestOutput, SamplingParams, TokenLogprob
 from hybridjax.serving.http.errors import DrainingError
+from hybridjax.serving.http.telemetry import Telemetry, Timing
 
 logger = logging.getLogger("hybridjax.http")
 
 ABORT_GRACE = 5.0
+NO_NAMES: Mapping[str, range] = MappingProxyType({})
 
 
 class ClientGoneError(HybridJaxError):
@@ -23,8 +27,10 @@ class ClientGoneError(HybridJaxError):
 class _Choice:
     """One engine request, and what it produced since the reader last looked."""
 
-    def __init__(self, request_id: str):
+    def __init__(self, request_id: str, prompt_tokens: int, timing: Timing):
         self.request_id = request_id
+        self.prompt_tokens = prompt_tokens
+        self.timing = timing
         self.submitted = self.finished = self.aborted = False
         self.last: RequestOutput | None = None
         self._clear()
@@ -62,17 +68,28 @@ class Generation:
     completions themselves.
     """
 
-    def __init__(self, engine: FrontDoor, request_id: str, *, incremental: bool):
+    def __init__(
+        self,
+        engine: FrontDoor,
+        request_id: str,
+        *,
+        incremental: bool,
+        telemetry: Telemetry | None = None,
+    ):
         """Belongs to the running event loop.
 
         Args:
           engine: takes the requests.
           request_id: prefix of the engine requests' ids.
           incremental: wake the reader at every event, not only when all is finished.
+          telemetry: where events are counted.
         """
         self.request_id = request_id
+        self.names: tuple[str, ...] = ()
         self._engine = engine
         self._incremental = incremental
+        self._telemetry = telemetry or Telemetry()
+        self._started = self._telemetry.clock()
         self._loop = asyncio.get_running_loop()
         self._lock = threading.Lock()
         self._wake = asyncio.Event()
@@ -82,18 +99,22 @@ class Generation:
         self._ready: dict[int, _Choice] = {}
         self._delivered = 0
         self._aborting = False
+        self._unwanted: set[int] = set()
         self._closed = False
 
     def submit(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:
         """Starts one choice per request; called once, from a worker thread. Raises what the engine raises."""
-        self._choices = [_Choice(f"{self.request_id}-{index}") for index in range(len(requests))]
+        self._choices = [
+            _Choice(f"{self.request_id}-{index}", len(prompt), Timing(self._started))
+            for index, (prompt, _) in enumerate(requests)
+        ]
         for index, (choice, (prompt, params)) in enumerate(zip(self._choices, requests, strict=True)):
             if self._closed:
                 return
             self._engine.submit(prompt, params, partial(self._on_output, index), request_id=choice.request_id)
             with self._lock:
                 choice.submitted = True
-                too_late = self._aborting and not choice.finished
+                too_late = (self._aborting or index in self._unwanted) and not choice.finished
                 choice.aborted = too_late
             if too_late:
                 self._engine.abort(choice.request_id)
@@ -114,11 +135,17 @@ class Generation:
                 return news
         return []
 
-    def abort(self) -> int:
-        """Ends what still runs; the last events still arrive. Returns the number of aborted choices."""
+    def abort(self, indices: Collection[int] | None = None) -> int:
+        """Ends what still runs; the last events still arrive. Returns the number of aborted choices.
+
+        Args:
+          indices: of the choices to end, also of those not submitted yet; None: all.
+        """
         with self._lock:
-            self._aborting = True
-            running = [c for c in self._choices if c.submitted and not c.finished and not c.aborted]
+            self._aborting |= indices is None
+            self._unwanted.update(indices or ())
+            chosen = [c for i, c in enumerate(self._choices) if indices is None or i in indices]
+            running = [c for c in chosen if c.submitted and not c.finished and not c.aborted]
             for choice in running:
                 choice.aborted = True
         for choice in running:
@@ -135,11 +162,26 @@ class Generation:
         if aborted:
             logger.info("%s aborted %d of %d", self.request_id, aborted, len(self._choices))
 
+    def summary(self) -> dict[str, Any]:
+        """Counts for a log: nothing of what clients or models have written."""
+        with self._lock:
+            last = [choice.last for choice in self._choices]
+            prompts = sum(choice.prompt_tokens for choice in self._choices if choice.submitted)
+        reasons = [(output.finish_reason if output else None) or "abort" for output in last]
+        return {
+            "prompt_tokens": prompts,
+            "completion_tokens": sum(output.completion_tokens for output in last if output),
+            "cached_tokens": sum(output.cached_tokens for output in last if output),
+            "latency": round(self._telemetry.clock() - self._started, 6),
+            "finish_reasons": reasons,
+        }
+
     def _on_output(self, index: int, output: RequestOutput) -> None:
         with self._lock:
             choice = self._choices[index]
             if choice.finished:
                 return
+            self._telemetry.record(choice.timing, output)
             if self._closed:
                 choice.finished = output.finish_reason is not None
                 return
@@ -160,23 +202,64 @@ class Generation:
         return all(choice.finished for choice in self._choices)
 
 
+@dataclasses.dataclass(frozen=True)
+class Front:
+    """What every request that generates needs."""
+
+    engine: FrontDoor
+    lifecycle: "Lifecycle"
+    telemetry: Telemetry
+    model: str
+    log_requests: bool = False
+
+
 class Lifecycle:
     """Whether requests are taken, and which are running. Used on the event loop only."""
 
     def __init__(self):
         self.draining = False
         self.running: set[Generation] = set()
+        # What clients call their requests -> the choices that go by the name.
+        self._named: dict[str, tuple[Generation, range]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
 
-    def enter(self, generation: Generation) -> None:
+    def enter(self, generation: Generation, names: Mapping[str, range] = NO_NAMES) -> None:
+        """Notes a generation that begins.
+
+        Args:
+          generation: until ``leave``.
+          names: what ``abort`` knows its choices by, beside the generation's own id.
+
+        Raises:
+          DrainingError: nothing may begin any more.
+          RequestError: a name is in use.
+        """
         if self.draining:
             raise DrainingError("the server is shutting down and takes no new requests")
+        for name in names:
+            if name in self._named:
+                raise RequestError(f"rid {name!r} is in use", param="rid", code="duplicate_request_id")
+        self._named.update({name: (generation, indices) for name, indices in names.items()})
+        generation.names = tuple(names)
         self.running.add(generation)
         self._idle.clear()
 
+    def abort(self, name: str) -> int:
+        """Ends the choices of that name, or of the request of that id. Returns how many."""
+        if name in self._named:
+            generation, indices = self._named[name]
+            return generation.abort(indices)
+        return sum(generation.abort() for generation in self.running if generation.request_id == name)
+
+    def abort_all(self) -> int:
+        return sum(generation.abort() for generation in self.running)
+
     def leave(self, generation: Generation) -> None:
         self.running.discard(generation)
+        for name in generation.names:
+            del self._named[name]
+        generation.names = ()
         if not self.running:
             self._idle.set()
 
@@ -186,7 +269,7 @@ class Lifecycle:
         logger.info("draining: %d requests have %g s to finish", len(self.running), timeout)
         if await self._idle_within(timeout):
             return
-        aborted = sum(generation.abort() for generation in self.running)
+        aborted = self.abort_all()
         logger.warning("drain timeout: aborted %d completions", aborted)
         await self._idle_within(ABORT_GRACE)
 

@@ -5,6 +5,8 @@ bookkeeping of their own; fields that are known to change the answer but are not
 """
 
 import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Annotated, Any, Literal
 
 from pydantic import (
@@ -33,6 +35,8 @@ MAX_MESSAGES = 4096
 MAX_PARTS = 1024
 MAX_TEMPLATE_KWARGS = 16
 INT32_MAX = 2**31 - 1
+
+NO_DEFAULTS: Mapping[str, float] = MappingProxyType({})
 
 # Names that would collide with the parameters of render_chat itself.
 _RENDER_PARAMETERS = {"self", "messages", "tools", "add_generation_prompt"}
@@ -167,8 +171,16 @@ class GenerationRequest(Schema):
     def include_usage(self) -> bool:
         return self.stream_options is not None and self.stream_options.include_usage
 
-    def sampling_params(self, choice: int) -> SamplingParams:
-        """The parameters of choice 0..n-1 of a prompt; raises RequestError."""
+    def sampling_params(self, choice: int, defaults: Mapping[str, float] = NO_DEFAULTS) -> SamplingParams:
+        """The parameters of choice 0..n-1 of a prompt.
+
+        Args:
+          choice: moves the seed.
+          defaults: the checkpoint's values of fields that the request leaves out.
+
+        Raises:
+          RequestError: fields contradict each other.
+        """
         limit = self._max_tokens()
         if limit is not None and self.min_tokens > limit:
             raise RequestError(
@@ -178,6 +190,8 @@ class GenerationRequest(Schema):
             raise RequestError("stream_options needs stream to be true", param="stream_options")
         same = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
         same += ("repetition_penalty", "logit_bias", "ignore_eos", "min_tokens", "skip_special_tokens")
+        fields: dict[str, Any] = {name: getattr(self, name) for name in same}
+        fields |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
         return SamplingParams(
             max_tokens=limit,
             seed=None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63,
@@ -185,7 +199,7 @@ class GenerationRequest(Schema):
             stop_token_ids=tuple(self.stop_token_ids),
             include_stop_str_in_output=self.include_stop_str_in_output or self.no_stop_trim,
             logprobs=self._logprobs(),
-            **{name: getattr(self, name) for name in same},
+            **fields,
         )
 
     def _max_tokens(self) -> int | None:

@@ -2,23 +2,26 @@
 
 import asyncio
 import logging
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, Protocol
 
 from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hybridjax.serving.api import FrontDoor, RequestOutput
+from hybridjax.serving.api import RequestOutput, SamplingParams
 from hybridjax.serving.http.bodies import Bodies, Envelope, usage
 from hybridjax.serving.http.errors import GenerationFailedError, describe, dumps
-from hybridjax.serving.http.generation import ClientGoneError, Generation, Lifecycle
+from hybridjax.serving.http.generation import NO_NAMES, ClientGoneError, Front, Generation
 from hybridjax.serving.http.protocol import GenerationRequest
 
 logger = logging.getLogger("hybridjax.http")
+request_logger = logging.getLogger("hybridjax.requests")
 
-# Token ids of the prompts and the bodies to answer with; runs in a worker thread.
-Prepare = Callable[[], tuple[list[list[int]], Bodies]]
+# Per choice, its prompt and its parameters.
+Work = list[tuple[list[int], SamplingParams]]
+# From the request's id to what to run and what to answer with it; called in a worker thread.
+Prepare = Callable[[str], "tuple[Work, Answer]"]
 
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 SSE_HEADERS = (
@@ -26,6 +29,26 @@ SSE_HEADERS = (
     (b"cache-control", b"no-cache"),
     (b"x-accel-buffering", b"no"),
 )
+
+
+class Answer(Protocol):
+    """What a generation's events look like to the client, as JSON values."""
+
+    def whole(self, outputs: Sequence[RequestOutput]) -> Any:
+        """The one body, from all choices."""
+        ...
+
+    def openings(self) -> Iterable[Any]:
+        """Events of a stream before anything is generated."""
+        ...
+
+    def event(self, index: int, output: RequestOutput) -> Any | None:
+        """The event about what is new of a choice; None if there is nothing to show."""
+        ...
+
+    def endings(self) -> Iterable[Any]:
+        """Events of a stream after the last token."""
+        ...
 
 
 class GenerationResponse(Response):
@@ -36,54 +59,72 @@ class GenerationResponse(Response):
     """
 
     def __init__(
-        self,
-        engine: FrontDoor,
-        lifecycle: Lifecycle,
-        model: str,
-        request: GenerationRequest,
-        prepare: Prepare,
-        token_ids: bool,
+        self, front: Front, prepare: Prepare, *, stream: bool, names: Mapping[str, range] = NO_NAMES
     ):
         super().__init__()
-        self._engine = engine
-        self._lifecycle = lifecycle
-        self._model = model
-        self._request = request
+        self._front = front
         self._prepare = prepare
-        self._token_ids = token_ids
+        self._streams = stream
+        self._names = names
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope["state"]["request_id"]
-        generation = Generation(self._engine, request_id, incremental=self._request.stream)
-        self._lifecycle.enter(generation)
+        front = self._front
+        generation = Generation(
+            front.engine, request_id, incremental=self._streams, telemetry=front.telemetry
+        )
+        front.lifecycle.enter(generation, self._names)
         watcher = asyncio.create_task(_close_on_disconnect(receive, generation))
         try:
-            prompts, bodies = await run_in_threadpool(self._submit, generation)
-            envelope = Envelope(bodies, request_id, self._model)
-            answer = _Answer(self._request, prompts, bodies, envelope, self._token_ids)
-            await (answer.stream if self._request.stream else answer.complete)(generation, send)
+            answer = await run_in_threadpool(self._submit, generation)
+            await (self._stream if self._streams else self._complete)(answer, generation, send)
         except ClientGoneError:
             logger.info("%s the client went away", request_id)
         finally:
             generation.close()
             watcher.cancel()
-            self._lifecycle.leave(generation)
+            front.lifecycle.leave(generation)
+            if front.log_requests:
+                self._log(scope["path"], generation)
 
-    def _submit(self, generation: Generation) -> tuple[list[list[int]], Bodies]:
-        prompts, bodies = self._prepare()
-        n = self._request.n
-        params = [self._request.sampling_params(choice) for choice in range(n)]
-        generation.submit([(prompt, params[choice]) for prompt in prompts for choice in range(n)])
-        return prompts, bodies
+    def _log(self, route: str, generation: Generation) -> None:
+        head = {"id": generation.request_id, "route": route, "model": self._front.model}
+        request_logger.info("%s", dumps(head | generation.summary()).decode())
+
+    def _submit(self, generation: Generation) -> Answer:
+        work, answer = self._prepare(generation.request_id)
+        generation.submit(work)
+        return answer
+
+    async def _complete(self, answer: Answer, generation: Generation, send: Send) -> None:
+        outputs: dict[int, RequestOutput] = {}
+        while news := await _next(generation):
+            outputs.update(news)
+        body = dumps(answer.whole([outputs[index] for index in sorted(outputs)]))
+        headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
+        await send({"type": "http.response.start", "status": 200, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    async def _stream(self, answer: Answer, generation: Generation, send: Send) -> None:
+        await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
+        try:
+            await _send(send, [_event(body) for body in answer.openings()])
+            while news := await _next(generation):
+                bodies = [answer.event(*new) for new in news]
+                await _send(send, [_event(body) for body in bodies if body is not None])
+            ending = [*map(_event, answer.endings()), b"data: [DONE]\n\n"]
+        except ClientGoneError:
+            raise
+        except Exception as error:
+            # The status line is out already, so the stream itself has to tell.
+            logger.error("%s failed while streaming", generation.request_id, exc_info=error)
+            ending = [_event(describe(error, generation.request_id)[1])]
+        await send({"type": "http.response.body", "body": b"".join(ending)})
 
 
-async def _close_on_disconnect(receive: Receive, generation: Generation) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
-    generation.close()
+class OpenAIAnswer:
+    """The answer to a completion or chat request."""
 
-
-class _Answer:
     def __init__(
         self,
         request: GenerationRequest,
@@ -99,49 +140,24 @@ class _Answer:
         self._token_ids = token_ids
         self._last: dict[int, RequestOutput] = {}
 
-    async def complete(self, generation: Generation, send: Send) -> None:
-        outputs: dict[int, RequestOutput] = {}
-        while news := await generation.next():
-            outputs.update(news)
-            self._note(news)
-        choices = [self._with_ids(self._bodies.whole(i, outputs[i]), outputs[i]) for i in sorted(outputs)]
-        body = dumps(self._envelope.whole(choices, self._usage()))
-        headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
-        await send({"type": "http.response.start", "status": 200, "headers": headers})
-        await send({"type": "http.response.body", "body": body})
+    def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
+        self._last = dict(enumerate(outputs))
+        choices = [self._with_ids(self._bodies.whole(i, output), output) for i, output in self._last.items()]
+        return self._envelope.whole(choices, self._usage())
 
-    async def stream(self, generation: Generation, send: Send) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": list(SSE_HEADERS)})
-        try:
-            openings = map(self._bodies.opening, range(len(self._prompts) * self._request.n))
-            await self._send(send, [self._chunk([choice]) for choice in openings if choice])
-            while news := await generation.next():
-                self._note(news)
-                await self._send(
-                    send, [self._chunk([self._delta(*new)]) for new in news if self._shows(new[1])]
-                )
-            ending = [_event(self._envelope.chunk([], usage=self._usage()))] * self._request.include_usage
-            ending.append(b"data: [DONE]\n\n")
-        except ClientGoneError:
-            raise
-        except Exception as error:
-            # The status line is out already, so the stream itself has to tell.
-            logger.error("%s failed while streaming", generation.request_id, exc_info=error)
-            ending = [_event(describe(error, generation.request_id)[1])]
-        await send({"type": "http.response.body", "body": b"".join(ending)})
+    def openings(self) -> Iterable[dict[str, Any]]:
+        openings = map(self._bodies.opening, range(len(self._prompts) * self._request.n))
+        return [self._chunk([choice]) for choice in openings if choice]
 
-    def _note(self, news: list[tuple[int, RequestOutput]]) -> None:
-        for index, output in news:
-            if output.finish_reason == "error":
-                raise GenerationFailedError(output.error or "no reason given")
-            self._last[index] = output
-
-    def _shows(self, output: RequestOutput) -> bool:
+    def event(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
+        self._last[index] = output
         # Tokens whose text is still held back give a chunk only if something else of them is asked for.
-        return bool(output.text or output.finish_reason or output.logprobs or self._token_ids)
+        if not (output.text or output.finish_reason or output.logprobs or self._token_ids):
+            return None
+        return self._chunk([self._with_ids(self._bodies.delta(index, output), output)])
 
-    def _delta(self, index: int, output: RequestOutput) -> dict[str, Any]:
-        return self._with_ids(self._bodies.delta(index, output), output)
+    def endings(self) -> Iterable[dict[str, Any]]:
+        return [self._envelope.chunk([], usage=self._usage())] * self._request.include_usage
 
     def _with_ids(self, choice: dict[str, Any], output: RequestOutput) -> dict[str, Any]:
         return choice | {"token_ids": list(output.token_ids)} if self._token_ids else choice
@@ -149,15 +165,30 @@ class _Answer:
     def _usage(self) -> dict[str, Any]:
         return usage(self._prompts, self._request.n, self._last)
 
-    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         if self._request.include_usage:
-            return _event(self._envelope.chunk(choices, usage=None))
-        return _event(self._envelope.chunk(choices))
-
-    async def _send(self, send: Send, events: list[bytes]) -> None:
-        if events:
-            await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+            return self._envelope.chunk(choices, usage=None)
+        return self._envelope.chunk(choices)
 
 
-def _event(body: dict[str, Any]) -> bytes:
+async def _close_on_disconnect(receive: Receive, generation: Generation) -> None:
+    while (await receive())["type"] != "http.disconnect":
+        pass
+    generation.close()
+
+
+async def _next(generation: Generation) -> list[tuple[int, RequestOutput]]:
+    news = await generation.next()
+    for _, output in news:
+        if output.finish_reason == "error":
+            raise GenerationFailedError(output.error or "no reason given")
+    return news
+
+
+async def _send(send: Send, events: list[bytes]) -> None:
+    if events:
+        await send({"type": "http.response.body", "body": b"".join(events), "more_body": True})
+
+
+def _event(body: Any) -> bytes:
     return b"data: " + dumps(body) + b"\n\n"

@@ -1,0 +1,1 @@
+"""What the three ``hybridjax.bench_*`` commands share: workloads, load, statistics, reports."""

@@ -1,0 +1,261 @@
+"""Workloads: which prompts are sent and how many tokens each asks for. No downloads."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from hybridjax.benchmarking.conversations import Row, read_rows
+from hybridjax.configs.validation import check, positive_int
+from hybridjax.errors import ConfigError
+
+MIN_CONVERSATION_TOKENS = 2
+
+# Text for --dataset-name random without a file; common words, so that most tokenizers agree on lengths.
+_WORDS = (
+    "the of and to in is you that it he was for on are as with his they at be this have from or one had "
+    "by word but not what all were we when your can said there use an each which she do how their if will "
+    "up other about out many then them these so some her would make like him into time has look two more"
+).split()
+
+
+def _field(default: Any, help: str, **metadata: Any) -> Any:
+    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DatasetConfig:
+    """Flags that describe a workload; names and meanings follow SGLang's benchmark."""
+
+    dataset_name: str = _field(
+        "random",
+        "random: text of random words or of --dataset-path; random-ids: random token ids; "
+        "generated-shared-prefix: random ids behind common system prompts; sharegpt, custom: a file",
+        choices=["random", "random-ids", "generated-shared-prefix", "sharegpt", "custom"],
+    )
+    dataset_path: str | None = _field(None, "JSON or JSON Lines file with conversations or prompts")
+    num_prompts: int = _field(1000, "requests (generated-shared-prefix: groups x prompts per group)")
+    random_input_len: int = _field(1024, "longest random prompt in tokens")
+    random_output_len: int = _field(1024, "longest random completion in tokens")
+    random_range_ratio: float = _field(
+        0.0, "random lengths are uniform between this share of the longest and the longest; 1: all equal"
+    )
+    sharegpt_output_len: int | None = _field(None, "completion length (default: that of the file's answer)")
+    sharegpt_context_len: int | None = _field(None, "leave out rows with more prompt + completion tokens")
+    gsp_num_groups: int = _field(64, "number of system prompts")
+    gsp_prompts_per_group: int = _field(16, "requests behind each system prompt")
+    gsp_system_prompt_len: int = _field(2048, "tokens of a system prompt")
+    gsp_question_len: int = _field(128, "tokens behind the system prompt")
+    gsp_output_len: int = _field(256, "completion tokens")
+    vocab_size: int | None = _field(None, "range of random token ids if there is no tokenizer")
+    seed: int = _field(1, "of prompts, lengths, order and arrival times")
+
+    def __post_init__(self):
+        sizes = ("num_prompts", "random_input_len", "random_output_len", "gsp_num_groups")
+        sizes += ("gsp_prompts_per_group", "gsp_system_prompt_len", "gsp_question_len", "gsp_output_len")
+        optional = ("sharegpt_output_len", "sharegpt_context_len", "vocab_size")
+        for name in sizes + tuple(name for name in optional if getattr(self, name) is not None):
+            positive_int(name, getattr(self, name))
+        check(0 <= self.random_range_ratio <= 1, "random_range_ratio", self.random_range_ratio, "in [0, 1]")
+        check(self.seed >= 0, "seed", self.seed, "0 or more")
+
+
+class TextTokenizer(Protocol):
+    """What a workload needs of a tokenizer (hybridjax.text)."""
+
+    vocab_size: int
+    special_ids: frozenset[int]
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class Item:
+    """One request of a workload.
+
+    Attributes:
+      prompt: text or token ids.
+      input_len: tokens of the prompt as counted here; what counts in a report is the server's count.
+      output_len: tokens to ask for.
+    """
+
+    prompt: str | tuple[int, ...]
+    input_len: int
+    output_len: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Workload:
+    """Requests in the order in which they are sent.
+
+    Attributes:
+      skipped: rows of the file that were not used, by reason.
+    """
+
+    items: tuple[Item, ...]
+    skipped: dict[str, int] = dataclasses.field(default_factory=dict)
+
+
+def load_dataset(config: DatasetConfig, tokenizer: TextTokenizer | None) -> Workload:
+    """The workload that the flags describe; the same flags give the same one.
+
+    Raises:
+      ConfigError: a tokenizer, a vocabulary size or a file is needed and missing, or the file holds
+        nothing that can be used.
+    """
+    rng = np.random.default_rng(config.seed)
+    make: dict[str, Callable[[DatasetConfig, TextTokenizer | None, np.random.Generator], Workload]] = {
+        "random": _random_text,
+        "random-ids": _random_ids,
+        "generated-shared-prefix": _shared_prefix,
+        "sharegpt": _from_file,
+        "custom": _from_file,
+    }
+    check(config.dataset_name in make, "dataset_name", config.dataset_name, f"one of {', '.join(make)}")
+    return make[config.dataset_name](config, tokenizer, rng)
+
+
+def as_text(workload: Workload, tokenizer: TextTokenizer | None) -> Workload:
+    """The same workload with text prompts, for interfaces that take no token ids."""
+    items = []
+    for item in workload.items:
+        if not isinstance(item.prompt, str):
+            text = _needed(tokenizer, "to turn token ids into text").decode(item.prompt)
+            item = dataclasses.replace(item, prompt=text)
+        items.append(item)
+    return dataclasses.replace(workload, items=tuple(items))
+
+
+def random_prompts(
+    rng: np.random.Generator, lengths: Sequence[int], vocab_size: int, excluded: frozenset[int] = frozenset()
+) -> list[tuple[int, ...]]:
+    """Token ids drawn uniformly from the vocabulary without the excluded ones."""
+    allowed = np.setdiff1d(np.arange(vocab_size), np.fromiter(excluded, np.int64, len(excluded)))
+    if not allowed.size:
+        raise ConfigError("every token of the vocabulary is a special one; there is nothing to draw from")
+    return [tuple(rng.choice(allowed, length).tolist()) for length in lengths]
+
+
+def _lengths(rng: np.random.Generator, longest: int, ratio: float, count: int) -> list[int]:
+    return rng.integers(max(1, int(longest * ratio)), longest + 1, count).tolist()
+
+
+def _random_sizes(config: DatasetConfig, rng: np.random.Generator) -> tuple[list[int], list[int]]:
+    ratio, count = config.random_range_ratio, config.num_prompts
+    inputs = _lengths(rng, config.random_input_len, ratio, count)
+    return inputs, _lengths(rng, config.random_output_len, ratio, count)
+
+
+def _random_ids(config: DatasetConfig, tokenizer: TextTokenizer | None, rng: np.random.Generator) -> Workload:
+    inputs, outputs = _random_sizes(config, rng)
+    prompts = random_prompts(rng, inputs, *_vocabulary(config, tokenizer))
+    return Workload(tuple(map(Item, prompts, inputs, outputs)))
+
+
+def _random_text(
+    config: DatasetConfig, tokenizer: TextTokenizer | None, rng: np.random.Generator
+) -> Workload:
+    tokenizer = _needed(tokenizer, "for random text (random-ids does with --vocab-size)")
+    inputs, outputs = _random_sizes(config, rng)
+    texts, skipped = None, {}
+    if config.dataset_path is not None:
+        rows = read_rows(config.dataset_path)
+        texts = [row.prompt for row in rows.rows if isinstance(row.prompt, str) and row.prompt]
+        skipped = {"malformed": rows.malformed} if rows.malformed else {}
+        if not texts:
+            raise ConfigError(f"dataset_path is {config.dataset_path!r}; it holds no text")
+    items = []
+    for length, output_len in zip(inputs, outputs):
+        if texts is None:
+            text = " ".join(_WORDS[i] for i in rng.integers(0, len(_WORDS), length))
+        else:
+            text = texts[int(rng.integers(len(texts)))]
+        text = _with_length(tokenizer, text, length)
+        items.append(Item(text, len(tokenizer.encode(text)), output_len))
+    return Workload(tuple(items), skipped)
+
+
+def _with_length(tokenizer: TextTokenizer, text: str, length: int) -> str:
+    """The text cut, or repeated and cut, to so many tokens with the special ones.
+
+    Text read back can have a token more or less where the cut falls within a word; never more than
+    asked for, because a prompt that fills the context must not overflow it.
+    """
+    special = len(tokenizer.encode("")) if length > 1 else 0
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = (ids * -(-length // max(1, len(ids))))[: max(1, length - special)]
+    cut = tokenizer.decode(ids)
+    while len(ids) > 1 and len(tokenizer.encode(cut)) > length:
+        ids = ids[:-1]
+        cut = tokenizer.decode(ids)
+    return cut
+
+
+def _shared_prefix(
+    config: DatasetConfig, tokenizer: TextTokenizer | None, rng: np.random.Generator
+) -> Workload:
+    vocabulary = _vocabulary(config, tokenizer)
+    per_group, groups = config.gsp_prompts_per_group, config.gsp_num_groups
+    systems = random_prompts(rng, [config.gsp_system_prompt_len] * groups, *vocabulary)
+    questions = random_prompts(rng, [config.gsp_question_len] * (groups * per_group), *vocabulary)
+    length = config.gsp_system_prompt_len + config.gsp_question_len
+    items = [
+        Item(systems[i // per_group] + question, length, config.gsp_output_len)
+        for i, question in enumerate(questions)
+    ]
+    return Workload(tuple(items[i] for i in rng.permutation(len(items))))
+
+
+def _from_file(config: DatasetConfig, tokenizer: TextTokenizer | None, rng: np.random.Generator) -> Workload:
+    """ShareGPT conversations in random order, or the rows of a custom file in their own."""
+    if config.dataset_path is None:
+        raise ConfigError(f"dataset_name is {config.dataset_name!r}; it needs --dataset-path")
+    rows = read_rows(config.dataset_path)
+    skipped = {"malformed": rows.malformed, "too_short": 0, "too_long": 0}
+    is_sharegpt = config.dataset_name == "sharegpt"
+    shortest = MIN_CONVERSATION_TOKENS if is_sharegpt else 1
+    order = rng.permutation(len(rows.rows)) if is_sharegpt else range(len(rows.rows))
+    items: list[Item] = []
+    for index in order:
+        if len(items) == config.num_prompts:
+            break
+        item = _row_item(rows.rows[index], config, tokenizer)
+        if min(item.input_len, item.output_len) < shortest:
+            skipped["too_short"] += 1
+        elif config.sharegpt_context_len and item.input_len + item.output_len > config.sharegpt_context_len:
+            skipped["too_long"] += 1
+        else:
+            items.append(item)
+    skipped = {reason: count for reason, count in skipped.items() if count}
+    if not items:
+        why = ", ".join(f"{count} {reason}" for reason, count in skipped.items()) or "no rows"
+        raise ConfigError(f"{Path(config.dataset_path)}: holds nothing to send ({why})")
+    return Workload(tuple(items), skipped)
+
+
+def _row_item(row: Row, config: DatasetConfig, tokenizer: TextTokenizer | None) -> Item:
+    output_len = config.sharegpt_output_len or row.output_len
+    if output_len is None and row.completion is not None:
+        output_len = len(_needed(tokenizer, "to count tokens").encode(row.completion, False))
+    elif output_len is None:
+        output_len = config.random_output_len
+    if not isinstance(row.prompt, str):
+        return Item(tuple(row.prompt), len(row.prompt), output_len)
+    return Item(row.prompt, len(_needed(tokenizer, "to count tokens").encode(row.prompt)), output_len)
+
+
+def _vocabulary(config: DatasetConfig, tokenizer: TextTokenizer | None) -> tuple[int, frozenset[int]]:
+    if config.vocab_size is not None:
+        return config.vocab_size, tokenizer.special_ids if tokenizer else frozenset()
+    tokenizer = _needed(tokenizer, "for random token ids, or --vocab-size")
+    return tokenizer.vocab_size, tokenizer.special_ids
+
+
+def _needed(tokenizer: TextTokenizer | None, what: str) -> TextTokenizer:
+    if tokenizer is None:
+        raise ConfigError(f"a tokenizer is needed {what}: give --tokenizer DIR")
+    return tokenizer
