@@ -257,5 +257,5 @@ def _vocabulary(config: DatasetConfig, tokenizer: TextTokenizer | None) -> tuple
 
 def _needed(tokenizer: TextTokenizer | None, what: str) -> TextTokenizer:
     if tokenizer is None:
-        raise ConfigError(f"a tokenizer is needed {what}: give --tokenizer DIR")
+        raise ConfigError(f"a tokenizer is needed {what}, and there is none; --help says how to give one")
     return tokenizer

@@ -118,7 +118,10 @@ class Client:
         self._http = self._httpx.AsyncClient(
             headers=headers,
             timeout=timeout,
-            limits=self._httpx.Limits(max_connections=None, max_keepalive_connections=None),
+            # Servers close idle connections after about 5 s; reusing one just then would fail.
+            limits=self._httpx.Limits(
+                max_connections=None, max_keepalive_connections=None, keepalive_expiry=2.0
+            ),
             # A proxy from the environment would take the load elsewhere and time itself.
             trust_env=False,
             follow_redirects=False,

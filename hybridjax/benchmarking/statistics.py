@@ -107,5 +107,6 @@ def arrival_times(count: int, rate: float, seed: int) -> list[float]:
         raise ConfigError(f"request_rate is {rate}; it must be positive, or inf")
     if math.isinf(rate) or count == 0:
         return [0.0] * count
-    gaps = np.random.default_rng(seed).exponential(1 / rate, count - 1)
+    # A stream of its own: the workload uses the plain seed, and gaps must not follow its lengths.
+    gaps = np.random.default_rng([seed, 1]).exponential(1 / rate, count - 1)
     return [0.0, *np.cumsum(gaps).tolist()]

@@ -1,9 +1,11 @@
 import json
 
+import numpy as np
 import pytest
 
 from hybridjax.benchmarking.conversations import read_rows
 from hybridjax.benchmarking.datasets import DatasetConfig, as_text, load_dataset
+from hybridjax.benchmarking.statistics import arrival_times
 from hybridjax.errors import ConfigError
 
 GOOD = {"conversations": [{"from": "human", "value": "How are you?"}, {"from": "gpt", "value": "I am fine."}]}
@@ -65,6 +67,13 @@ def test_random_lengths_follow_the_range_ratio():
     assert lengths(1.0) == ({20}, {10})
     assert lengths(0.5) == (set(range(10, 21)), set(range(5, 11)))
     assert lengths(0.0) == (set(range(1, 21)), set(range(1, 11)))
+
+
+def test_lengths_do_not_follow_arrival_times():
+    config = DatasetConfig(dataset_name="random-ids", num_prompts=2000, random_input_len=99, vocab_size=9)
+    lengths = [item.input_len for item in load_dataset(config, None).items]
+    gaps = np.diff(arrival_times(2001, 5.0, config.seed))
+    assert abs(np.corrcoef(lengths, gaps)[0, 1]) < 0.1
 
 
 def test_random_ids_leave_special_tokens_out(tokenizer):
