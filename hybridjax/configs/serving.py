@@ -7,7 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
-from hybridjax.configs.validation import check, positive_int
+from hybridjax.configs.validation import check, positive_int, take
 from hybridjax.errors import ConfigError
 
 
@@ -67,6 +67,8 @@ class EngineConfig:
     skip_server_warmup: bool = _field(False, "compile each program at first use, not at start")
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, take(vars(self), field.name, field.type))
         check(0 < self.mem_fraction_static <= 1, "mem_fraction_static", self.mem_fraction_static, "in (0, 1]")
         check(
             self.chunked_prefill_size in (None, -1) or self.chunked_prefill_size > 0,

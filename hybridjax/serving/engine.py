@@ -246,6 +246,8 @@ class Engine:
         """Checks a request and makes what the loop needs to run it."""
         if not isinstance(prompt, str):
             ids = prompt
+        elif not prompt:
+            raise RequestError("the prompt is empty; it must have at least one character", param="prompt")
         elif self.tokenizer is None:
             raise RequestError(
                 "this engine has no tokenizer; the prompt must be a list of token ids", param="prompt"
@@ -284,12 +286,21 @@ def _load(config: EngineConfig) -> tuple[Runner, Any, tuple[int, ...]]:
     """Runner, tokenizer and the model's end tokens, read from a checkpoint directory."""
     import jax
 
-    from hybridjax.checkpoints import generation_config, load_model, resolve
+    from hybridjax.checkpoints import generation_config, load_config, load_model, resolve
+    from hybridjax.ops import override
     from hybridjax.serving.runner import ModelRunner, enable_compilation_cache
     from hybridjax.serving.sizing import pool_sizes
     from hybridjax.text import load_tokenizer
 
     directory = resolve(config.model_path)
+    with override(config.implementation):
+        pass  # names that do not exist are told before anything is loaded
+    architecture = load_config(directory)
+    if getattr(architecture, "dense_switch", "position") != "position":
+        raise ConfigError(
+            f"dense_switch is {architecture.dense_switch!r}; it must be 'position' for serving: under the "
+            "call rule tokens depend on how a prompt is cut"
+        )
     tokenizer = None
     if config.skip_tokenizer_init:
         pass

@@ -222,10 +222,12 @@ class EngineLoop:
                 if isinstance(row, PrefillRow) and row.start == row.request.cached:
                     self._runner.admit(row.request)
             handle = self._runner.launch(plan)
-        except NotLaunchedError:
+        except NotLaunchedError as error:
             logger.exception("a step could not be launched")
-            self._fail_requests([row.request for row in plan.rows])
-            return False
+            at_fault = error.requests or tuple(row.request for row in plan.rows)
+            self._fail_requests(at_fault)
+            rest = tuple(row for row in plan.rows if row.request not in at_fault)
+            return bool(rest) and self._launch(dataclasses.replace(plan, rows=rest))
         except Exception:
             logger.exception("launching a step has failed")
             self._recover(earlier_steps_count=True)

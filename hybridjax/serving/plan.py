@@ -1,6 +1,7 @@
 """What crosses the border between the host's scheduler and the device: plans down, results up."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +13,15 @@ Handle = Any  # whatever a runner returns from launch; only its own read underst
 
 
 class NotLaunchedError(HybridJaxError):
-    """A runner could not dispatch a step and has changed no state, so only that step's requests fail."""
+    """A runner could not dispatch a step and has changed no state, so only that step's requests fail.
+
+    Attributes:
+      requests: those at fault, if it can be told; the others' rows can be launched without them.
+    """
+
+    def __init__(self, message: str, requests: Sequence[Request] = ()):
+        super().__init__(message)
+        self.requests = tuple(requests)
 
 
 @dataclasses.dataclass(frozen=True)

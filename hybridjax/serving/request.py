@@ -141,6 +141,11 @@ def make_request(
             param="max_tokens",
             code="context_length_exceeded",
         )
+    if params.min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}; at most max_tokens, {max_tokens} here, can be generated",
+            param="min_tokens",
+        )
     _check_in_vocabulary(params.logit_bias, "logit_bias", limits.vocab_size)
     _check_in_vocabulary(params.stop_token_ids, "stop_token_ids", limits.vocab_size)
     request = Request(

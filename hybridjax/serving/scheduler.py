@@ -194,8 +194,9 @@ class Scheduler:
             waiting=len(self._waiting),
             prefilling=len(self._prefilling),
             running=len(self._running),
-            free_pages=self.pages.available,
-            free_slots=self.slots.available,
+            # What only the cache holds is free to whoever needs it.
+            free_pages=max(0, self.pages.capacity - sum(len(r.pages) for r in self.admitted)),
+            free_slots=self.slots.capacity - len(self.admitted),
             longest_wait=0.0 if first is None else self._clock() - first.arrival,
         )
 

@@ -104,6 +104,7 @@ class Serving(RuleBasedStateMachine):
         fork=st.sampled_from([0, 63, 64, 65, 128, 191, 192, 300]),
     )
     def arrive(self, length, fork, **params):
+        params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
         request = make_related(f"r{len(self.requests)}", length, fork, **params)
         self.requests.append(request)
         self.tokens[request] = []
