@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from hybridjax.batch import Batch, LayerCache, PagedCache, Probe, RecurrentCache, State
 from hybridjax.configs import MiniCPMSALAConfig
@@ -164,7 +165,7 @@ def _checked_ids(input_ids: jax.Array, vocab: int) -> jax.Array:
         raise ValueError(
             f"input_ids is {ids.dtype}{list(ids.shape)}; it must hold integers of shape [batch, length]"
         )
-    if not isinstance(ids, jax.core.Tracer):
+    if not isinstance(ids, Tracer):
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab:
             raise ValueError(f"input_ids holds ids from {low} to {high}; they must be in 0..{vocab - 1}")

@@ -1,7 +1,6 @@
 """The engine's front door: what goes in and what comes out. Everything above knows only this."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
@@ -81,8 +80,8 @@ def _check_number(name: str, value: Any, low: float, high: float) -> None:
     if value is None and name in _OPTIONAL:
         return
     whole = name in _WHOLE
-    number = type(value) is int or (not whole and type(value) is float)
-    if not number or not math.isfinite(value) or not low <= value <= high:
+    kinds = (int,) if whole else (int, float)
+    if type(value) not in kinds or not low <= value <= high:  # a NaN is in no range
         kind = "a whole number" if whole else "a number"
         raise RequestError(f"{name} is {value!r}; it must be {kind} between {low} and {high}", param=name)
 
