@@ -107,6 +107,7 @@ class ServerConfig(EngineConfig):
     log_level: str = _field("info", "log level", choices=["debug", "info", "warning", "error"])
     drain_timeout: float = _field(30.0, "seconds that running requests get after SIGTERM")
     max_request_bytes: int = _field(16 * 2**20, "largest HTTP body; larger ones get HTTP 413")
+    health_check_timeout: float = _field(20.0, "seconds that GET /health_generate waits for its token")
     enable_metrics: bool = _field(False, "answer GET /metrics for Prometheus")
     log_requests: bool = _field(False, "one line of JSON on stderr per finished request, without its text")
     sampling_defaults: str = _field(
@@ -129,6 +130,8 @@ class ServerConfig(EngineConfig):
         check(0 <= self.port < 65536, "port", self.port, "in 0..65535")
         check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "0 or more seconds")
         positive_int("max_request_bytes", self.max_request_bytes)
+        timeout = self.health_check_timeout
+        check(timeout > 0, "health_check_timeout", timeout, "above 0 seconds")
         known = ("model", "openai")
         check(self.sampling_defaults in known, "sampling_defaults", self.sampling_defaults, "model or openai")
         for name in secret_fields(type(self)):

@@ -8,7 +8,9 @@ from typing import Any
 import tokenizers
 
 from hybridjax.errors import CheckpointError, RequestError
+from hybridjax.text.byte_alphabet import BYTE_OF_CHAR
 from hybridjax.text.chat_template import ChatTemplate
+from hybridjax.text.token_length import longest_token_bytes
 
 
 def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) -> "Tokenizer":
@@ -23,8 +25,8 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
         template itself.
 
     Raises:
-      CheckpointError: a file is missing or malformed, a bos or eos token is not in the vocabulary, or
-        a template does not compile.
+      CheckpointError: a file is missing or malformed, a bos or eos token is not in the vocabulary,
+        a setting has the wrong type, or a template does not compile.
     """
     path = Path(path)
     file = path / "tokenizer.json" if path.is_dir() else path
@@ -32,11 +34,12 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
         raise CheckpointError(f"{file}: no such file; a tokenizer needs its tokenizer.json")
     try:
         backend = tokenizers.Tokenizer.from_file(str(file))
-        decoder = json.loads(file.read_bytes()).get("decoder")
+        spec = json.loads(backend.to_str())
     except Exception as error:  # the Rust side raises plain Exception
         raise CheckpointError(f"{file}: not a tokenizer: {error}") from error
     settings = _read_json(file.with_name("special_tokens_map.json"))
     settings |= _read_json(file.with_name("tokenizer_config.json"))
+    _check_settings(file.parent, settings)
     special = {name: text for name in settings if (text := _token_text(settings[name], name)) is not None}
     if chat_template is None:
         sources = _template_sources(file.parent, settings)
@@ -47,7 +50,7 @@ def load_tokenizer(path: str | Path, chat_template: str | Path | None = None) ->
         for name, source in sources.items()
     }
     try:
-        return Tokenizer(backend, decoder, special, settings.get("add_bos_token"), templates)
+        return Tokenizer(backend, spec, special, settings.get("add_bos_token"), templates)
     except CheckpointError as error:
         raise CheckpointError(f"{file.parent}: {error}") from error
 
@@ -61,12 +64,14 @@ class Tokenizer:
       bos_token_id, eos_token_id: their ids, None likewise. The model's own list of end tokens is in
         its config and may be longer.
       special_ids: ids that ``decode`` leaves out by default.
+      longest_token_bytes: the most UTF-8 bytes of a text that one token covers; None if this tokenizer
+        has no sure bound.
     """
 
     def __init__(
         self,
         backend: tokenizers.Tokenizer,
-        decoder: Mapping[str, Any] | None,
+        spec: Mapping[str, Any],
         special_tokens: Mapping[str, str],
         add_bos_token: bool | None,
         templates: Mapping[str, ChatTemplate],
@@ -88,10 +93,15 @@ class Tokenizer:
         bos = [] if self.bos_token_id is None else [self.bos_token_id]
         self._prepended = bos if wants_bos and not adds_bos else []
         self._drop_bos = adds_bos and not wants_bos
+        decoder = spec.get("decoder")
         kinds = [] if decoder is None else [decoder, *decoder.get("decoders", [])]
         kinds = [kind["type"] for kind in kinds if kind["type"] != "Sequence"]
         self.is_byte_level = kinds == ["ByteLevel"]
         self.has_byte_fallback = "ByteFallback" in kinds
+        normalizer = backend.normalizer
+        self.longest_token_bytes = longest_token_bytes(
+            spec, normalizer.normalize_str if normalizer is not None else str
+        )
 
     def _id_of(self, name: str, token: str | None) -> int | None:
         if token is None:
@@ -117,12 +127,28 @@ class Tokenizer:
           RequestError: the text holds half of a surrogate pair, which no encoding can represent.
         """
         try:
-            ids = self._backend.encode(text, add_special_tokens=add_special_tokens).ids
+            # A batch, because encoding a single text would stop every other thread meanwhile.
+            ids = self._backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)[0].ids
         except TypeError as error:
             raise RequestError("the text is not valid Unicode: it holds a lone surrogate") from error
         if not add_special_tokens:
             return ids
         return self._prepended + ids[1 if self._drop_bos else 0 :]
+
+    def too_long(self, text: str, max_tokens: int) -> bool:
+        """Whether ``encode(text)`` certainly has more than ``max_tokens`` tokens, without encoding.
+
+        False says nothing, in particular where there is no bound on what a token covers.
+        """
+        longest = self.longest_token_bytes
+        # The token that encode drops may be one of the text where the tokenizer's template is odd.
+        most = max_tokens + self._drop_bos
+        if longest is None or 4 * len(text) <= most * longest:
+            return False
+        try:
+            return len(text.encode()) > most * longest
+        except UnicodeEncodeError:  # encode says so
+            return False
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str:
         """Text of token ids; ids beyond the vocabulary have none.
@@ -147,9 +173,9 @@ class Tokenizer:
         found = self._bytes_of.get(index)
         if found is None:
             token = self._backend.id_to_token(index) or ""
-            known = all(char in _BYTE_OF_CHAR for char in token)
+            known = all(char in BYTE_OF_CHAR for char in token)
             # A token with other characters (an added one) stands for its own text.
-            found = bytes(_BYTE_OF_CHAR[char] for char in token) if known else token.encode()
+            found = bytes(BYTE_OF_CHAR[char] for char in token) if known else token.encode()
             self._bytes_of[index] = found
         return found
 
@@ -181,16 +207,6 @@ class Tokenizer:
         return template.render(messages, tools, add_generation_prompt, **options)
 
 
-def _byte_of_char() -> dict[str, int]:
-    """GPT-2's alphabet of bytes: printable Latin-1 is itself, the rest is moved up from U+0100."""
-    plain = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    moved = [byte for byte in range(256) if byte not in plain]
-    return {chr(b): b for b in plain} | {chr(0x100 + i): b for i, b in enumerate(moved)}
-
-
-_BYTE_OF_CHAR = _byte_of_char()
-
-
 def _read_json(file: Path) -> dict[str, Any]:
     if not file.exists():
         return {}
@@ -201,6 +217,20 @@ def _read_json(file: Path) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise CheckpointError(f"{file}: holds a {type(value).__name__}; it must be an object")
     return value
+
+
+def _check_settings(directory: Path, settings: Mapping[str, Any]) -> None:
+    """Refuses the settings that are used and have another type than they should."""
+    file = directory / "tokenizer_config.json"
+    adds_bos = settings.get("add_bos_token")
+    if adds_bos is not None and type(adds_bos) is not bool:
+        raise CheckpointError(f"{file}: add_bos_token is {adds_bos!r}; it must be true, false or null")
+    for name in ("bos_token", "eos_token"):
+        value = settings.get(name)
+        if value is not None and _token_text(value, name) is None:
+            raise CheckpointError(
+                f"{file}: {name} is {value!r}; it must be a string, an object with content, or null"
+            )
 
 
 def _token_text(value: Any, name: str) -> str | None:

@@ -23,19 +23,32 @@ from hybridjax.serving.http.bodies import (
     TextTokenizer,
     TokenTexts,
 )
-from hybridjax.serving.http.errors import DrainingError, MetricsDisabledError, UnsupportedMediaTypeError
+from hybridjax.serving.http.errors import DrainingError, MetricsDisabledError
 from hybridjax.serving.http.generation import Front, Lifecycle
 from hybridjax.serving.http.metrics import CONTENT_TYPE, Metrics
 from hybridjax.serving.http.middleware import BodyLimit, RequestLog
-from hybridjax.serving.http.parsing import parse, show
+from hybridjax.serving.http.native import NativeRoutes
+from hybridjax.serving.http.native_protocol import (
+    AbortRequest,
+    DetokenizeRequest,
+    GenerateRequest,
+    TokenizeRequest,
+)
+from hybridjax.serving.http.parsing import json_body, parse, show
 from hybridjax.serving.http.protocol import (
     MAX_PROMPTS,
     ChatCompletionRequest,
     CompletionRequest,
     GenerationRequest,
+    Schema,
 )
 from hybridjax.serving.http.respond import Answer, GenerationResponse, OpenAIAnswer, Work
 from hybridjax.serving.http.telemetry import Telemetry
+
+BODIES: tuple[type[Schema], ...] = (
+    *(CompletionRequest, ChatCompletionRequest, GenerateRequest),
+    *(TokenizeRequest, DetokenizeRequest, AbortRequest),
+)
 
 
 def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: ServerConfig) -> FastAPI:
@@ -67,6 +80,16 @@ def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: Serve
     route("/health", service.health, "GET")
     route("/health", service.health, "HEAD", include_in_schema=False)
     route("/metrics", service.metrics, "GET")
+    native = service.native
+    route("/generate", native.generate, "POST", openapi_extra=_documented(GenerateRequest))
+    route("/tokenize", native.tokenize, "POST", openapi_extra=_documented(TokenizeRequest))
+    route("/detokenize", native.detokenize, "POST", openapi_extra=_documented(DetokenizeRequest))
+    route("/abort_request", native.abort_request, "POST", openapi_extra=_documented(AbortRequest))
+    route("/health_generate", native.health_generate, "GET")
+    for path in ("/model_info", "/get_model_info"):
+        route(path, native.model_info, "GET")
+    for path in ("/server_info", "/get_server_info"):
+        route(path, native.server_info, "GET")
     _document_schemas(app)
     return app
 
@@ -79,25 +102,27 @@ class _Service:
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
         self._name = config.served_model_name or engine.info.model_name
-        self._front = Front(engine, self.lifecycle, self.telemetry, self._name, config.log_requests)
+        self._front = Front(
+            engine=engine,
+            lifecycle=self.lifecycle,
+            telemetry=self.telemetry,
+            model=self._name,
+            max_completions=min(MAX_PROMPTS, config.max_queued_requests),
+            sampling_defaults=engine.info.sampling_defaults if config.sampling_defaults == "model" else {},
+            log_requests=config.log_requests,
+        )
         self._metrics = Metrics(engine, self.telemetry, self._name) if config.enable_metrics else None
-        self._max_completions = min(MAX_PROMPTS, config.max_queued_requests)
-        self._defaults = engine.info.sampling_defaults if config.sampling_defaults == "model" else {}
+        self.native = NativeRoutes(self._front, tokenizer, self._texts, config)
         self._created = int(time.time())
 
     async def completions(self, request: Request) -> Response:
-        body = parse(await _json_body(request), CompletionRequest)
+        body = parse(await json_body(request), CompletionRequest)
         self._check_model(body.model)
-        wanted = len(body.prompt) * body.n
-        if wanted > self._max_completions:
-            raise RequestError(
-                f"prompts x n asks for {wanted} completions; at most {self._max_completions} per request",
-                param="prompt",
-            )
+        self._front.check_count(len(body.prompt) * body.n, "prompt")
         return self._generate(body, lambda: self._prepare_completions(body))
 
     async def chat(self, request: Request) -> Response:
-        body = parse(await _json_body(request), ChatCompletionRequest)
+        body = parse(await json_body(request), ChatCompletionRequest)
         self._check_model(body.model)
         return self._generate(body, lambda: self._prepare_chat(body))
 
@@ -143,7 +168,7 @@ class _Service:
         token_ids = body.return_token_ids or self._tokenizer is None
 
         def prepare_all(request_id: str) -> tuple[Work, Answer]:
-            params = [body.sampling_params(choice, self._defaults) for choice in range(body.n)]
+            params = [body.sampling_params(choice, self._front.sampling_defaults) for choice in range(body.n)]
             prompts, bodies = prepare()
             work = [(prompt, params[choice]) for prompt in prompts for choice in range(body.n)]
             envelope = Envelope(bodies, request_id, self._name)
@@ -176,15 +201,7 @@ class _Service:
         return [tokenizer.encode(text, add_special_tokens=False)], ChatBodies(body, self._texts)
 
 
-async def _json_body(request: Request) -> bytes:
-    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
-    # Browsers let any page post forms and plain text to a local port; JSON they ask about first.
-    if media_type != "application/json":
-        raise UnsupportedMediaTypeError(f"content-type is {show(media_type)}; it must be application/json")
-    return await request.body()
-
-
-def _documented(schema: type[GenerationRequest]) -> dict[str, Any]:
+def _documented(schema: type[Schema]) -> dict[str, Any]:
     reference = {"$ref": f"#/components/schemas/{schema.__name__}"}
     return {"requestBody": {"required": True, "content": {"application/json": {"schema": reference}}}}
 
@@ -195,7 +212,7 @@ def _document_schemas(app: FastAPI) -> None:
     def openapi() -> dict[str, Any]:
         if app.openapi_schema is None:
             _, schemas = models_json_schema(
-                [(CompletionRequest, "validation"), (ChatCompletionRequest, "validation")],
+                [(schema, "validation") for schema in BODIES],
                 ref_template="#/components/schemas/{model}",
             )
             generate().setdefault("components", {}).setdefault("schemas", {}).update(schemas["$defs"])

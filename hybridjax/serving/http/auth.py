@@ -16,6 +16,14 @@ ORDINARY = frozenset(
         "/v1/completions",
         "/v1/chat/completions",
         "/v1/models",
+        "/generate",
+        "/tokenize",
+        "/detokenize",
+        # Its abort_all asks for more by itself.
+        "/abort_request",
+        "/health_generate",
+        "/model_info",
+        "/get_model_info",
         "/metrics",
         "/openapi.json",
     }

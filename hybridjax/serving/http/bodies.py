@@ -55,6 +55,7 @@ class TokenTexts:
 
     def __init__(self, tokenizer: TextTokenizer | None):
         self._tokenizer = tokenizer
+        self.known = tokenizer is not None
         # Many decoders drop a first token's space, so every token is decoded behind this one.
         self._before = tokenizer.encode("a", add_special_tokens=False)[-1:] if tokenizer else []
         self._before_text = self._decode(self._before)
@@ -140,7 +141,7 @@ class CompletionBodies:
         self._offsets[index] = end
         return {
             "tokens": [piece.text for piece in pieces],
-            "token_logprobs": [_finite(entry.logprob) for entry in entries],
+            "token_logprobs": [finite(entry.logprob) for entry in entries],
             "top_logprobs": [self._top(entry) for entry in entries],
             "text_offset": offsets,
         }
@@ -149,7 +150,7 @@ class CompletionBodies:
         best: dict[str, float] = {}
         # Different tokens may read the same; the likelier one keeps the key.
         for token_id, logprob in (*entry.top, (entry.token_id, entry.logprob)):
-            best.setdefault(self._texts.piece(token_id).text, _finite(logprob))
+            best.setdefault(self._texts.piece(token_id).text, finite(logprob))
         return best
 
 
@@ -192,7 +193,7 @@ class ChatBodies:
         text, encoded, _ = self._texts.piece(token_id)
         return {
             "token": text,
-            "logprob": _finite(logprob),
+            "logprob": finite(logprob),
             "bytes": None if encoded is None else list(encoded),
         }
 
@@ -224,5 +225,5 @@ def _ending(output: RequestOutput | None) -> dict[str, Any]:
     return {"finish_reason": output.finish_reason, "stop_reason": output.stop_reason}
 
 
-def _finite(logprob: float) -> float:
+def finite(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB) if logprob == logprob else LOWEST_LOGPROB

@@ -106,6 +106,12 @@ def install(app: FastAPI) -> None:
 
     for kind in (RequestError, BodyTooLargeError, UnsupportedMediaTypeError, DrainingError, QueueFullError):
         app.add_exception_handler(kind, answer)
-    for kind in (EngineDeadError, GenerationFailedError, HTTPException, MetricsDisabledError):
+    for kind in (
+        EngineDeadError,
+        GenerationFailedError,
+        HTTPException,
+        MetricsDisabledError,
+        UnauthorizedError,
+    ):
         app.add_exception_handler(kind, answer)
     app.add_exception_handler(ClientDisconnect, nobody_listens)

@@ -202,15 +202,31 @@ class Generation:
         return all(choice.finished for choice in self._choices)
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, kw_only=True)
 class Front:
-    """What every request that generates needs."""
+    """What every request that generates needs.
+
+    Attributes:
+      model: its name to clients.
+      max_completions: of one HTTP request.
+      sampling_defaults: what fields of SamplingParams mean that a request leaves out.
+    """
 
     engine: FrontDoor
     lifecycle: "Lifecycle"
     telemetry: Telemetry
     model: str
-    log_requests: bool = False
+    max_completions: int
+    sampling_defaults: Mapping[str, float]
+    log_requests: bool
+
+    def check_count(self, wanted: int, param: str) -> None:
+        """Raises RequestError if one HTTP request asks for too many completions."""
+        if wanted > self.max_completions:
+            raise RequestError(
+                f"prompts x n asks for {wanted} completions; at most {self.max_completions} per request",
+                param=param,
+            )
 
 
 class Lifecycle:
@@ -246,11 +262,13 @@ class Lifecycle:
         self._idle.clear()
 
     def abort(self, name: str) -> int:
-        """Ends the choices of that name, or of the request of that id. Returns how many."""
+        """Ends what goes by that name, or has that id in an answer. Returns the number of choices."""
         if name in self._named:
             generation, indices = self._named[name]
             return generation.abort(indices)
-        return sum(generation.abort() for generation in self.running if generation.request_id == name)
+        request_id, _, index = name.removeprefix("chatcmpl-").removeprefix("cmpl-").partition("-")
+        chosen = {int(index)} if index.isdecimal() else None
+        return sum(g.abort(chosen) for g in self.running if g.request_id == request_id)
 
     def abort_all(self) -> int:
         return sum(generation.abort() for generation in self.running)

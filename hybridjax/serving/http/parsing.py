@@ -5,15 +5,26 @@ from typing import Any
 
 from pydantic import ValidationError
 from pydantic_core import ErrorDetails, from_json
+from starlette.requests import Request
 
 from hybridjax.errors import RequestError
-from hybridjax.serving.http.protocol import GenerationRequest, refuse_unsupported
+from hybridjax.serving.http.errors import UnsupportedMediaTypeError
+from hybridjax.serving.http.protocol import Schema, refuse_unsupported
 
 SHOWN = 100
 _repr = reprlib.Repr(maxstring=SHOWN, maxother=SHOWN, maxlist=8, maxdict=8, maxlevel=3, maxlong=SHOWN)
 
 
-def parse[R: GenerationRequest](body: bytes, schema: type[R]) -> R:
+async def json_body(request: Request) -> bytes:
+    """The body of a request that says it is JSON; raises UnsupportedMediaTypeError."""
+    media_type = request.headers.get("content-type", "").partition(";")[0].strip().lower()
+    # Browsers let any page post forms and plain text to a local port; JSON they ask about first.
+    if media_type != "application/json":
+        raise UnsupportedMediaTypeError(f"content-type is {show(media_type)}; it must be application/json")
+    return await request.body()
+
+
+def parse[R: Schema](body: bytes, schema: type[R]) -> R:
     """Reads a JSON body; raises RequestError naming the field, its value and what is allowed."""
     try:
         # Its nesting limit and its refusal of NaN and lone surrogates are why this is not json.loads.

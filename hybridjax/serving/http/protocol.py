@@ -7,7 +7,7 @@ bookkeeping of their own; fields that are known to change the answer but are not
 import re
 from collections.abc import Mapping
 from types import MappingProxyType
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
@@ -42,7 +42,7 @@ NO_DEFAULTS: Mapping[str, float] = MappingProxyType({})
 _RENDER_PARAMETERS = {"self", "messages", "tools", "add_generation_prompt"}
 
 
-def _prompts(value: Any) -> list[str] | list[list[int]]:
+def prompt_list(value: Any) -> list[str] | list[list[int]]:
     if isinstance(value, str):
         return [value]
     if isinstance(value, list) and value:
@@ -103,7 +103,7 @@ def _template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
 
 Prompts = Annotated[
     list[str] | list[list[int]],
-    PlainValidator(_prompts),
+    PlainValidator(prompt_list),
     WithJsonSchema(
         {
             "anyOf": [
@@ -125,32 +125,38 @@ TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
 
 
+# Field -> values that change nothing; anything else is refused rather than silently dropped.
+UNSUPPORTED: dict[str, tuple[Any, ...]] = {
+    "response_format": ({"type": "text"},),
+    **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag", "structured_outputs"), ()),
+    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
+    **dict.fromkeys(("stop_regex", "custom_logit_processor", "logits_processors", "custom_params"), ()),
+    **dict.fromkeys(("prompt_logprobs", "prompt_embeds", "input_embeds", "lora_path", "cache_salt"), ()),
+    **dict.fromkeys(("truncate_prompt_tokens", "bad_words", "allowed_token_ids"), ([],)),
+    "use_beam_search": (False,),
+    "length_penalty": (1,),
+}
+
+
 class Schema(BaseModel):
     """No conversions (a string is never a number), no NaN, unknown fields ignored."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
+    unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
 
 
 class StreamOptions(Schema):
     include_usage: bool = Field(False, description="send a last chunk with the token counts")
 
 
-class GenerationRequest(Schema):
-    """The fields that both endpoints share."""
+class SamplingFields(Schema):
+    """What every way to ask for a completion spells the same."""
 
-    model: str = Field("", description="the served model's name; empty: the only one there is")
-    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="tokens to generate at most")
-    max_completion_tokens: int | None = Field(
-        None, ge=1, le=INT32_MAX, description="OpenAI's newer name of max_tokens"
-    )
     n: int = Field(1, ge=1, le=MAX_N, description="completions per prompt; each has its own random stream")
-    stream: bool = Field(False, description="answer with server-sent events")
-    stream_options: StreamOptions | None = Field(None, description="only together with stream")
     temperature: float = Field(1.0, ge=0, le=100, description="0 is greedy")
     top_p: float = Field(1.0, ge=0, le=1)
     top_k: int = Field(0, ge=-1, le=INT32_MAX, description="0 or -1: all tokens")
     min_p: float = Field(0.0, ge=0, le=1)
-    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="choice i uses seed + i")
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
     repetition_penalty: float = Field(1.0, gt=0, le=100)
@@ -159,11 +165,37 @@ class GenerationRequest(Schema):
         [], max_length=MAX_STOP_STRINGS, description="a string or a list of strings that end the completion"
     )
     stop_token_ids: list[TokenId] = Field([], max_length=MAX_STOP_TOKENS)
-    include_stop_str_in_output: bool = False
     no_stop_trim: bool = Field(False, description="SGLang's name of include_stop_str_in_output")
     ignore_eos: bool = False
-    min_tokens: int = Field(0, ge=0, le=INT32_MAX)
     skip_special_tokens: bool = True
+
+    def shared_params(self, defaults: Mapping[str, float]) -> dict[str, Any]:
+        """Fields of SamplingParams; ``defaults`` for those that the request leaves out."""
+        same = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
+        same += ("repetition_penalty", "logit_bias", "ignore_eos", "skip_special_tokens")
+        fields = {name: getattr(self, name) for name in same}
+        fields |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
+        return fields | {"stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)}
+
+
+def seed_of(seed: int | None, choice: int) -> int | None:
+    """The seed of choice 0..n-1: the request's own, moved within its range."""
+    return None if seed is None else (seed + choice + 2**63) % 2**64 - 2**63
+
+
+class GenerationRequest(SamplingFields):
+    """The fields that both endpoints share."""
+
+    model: str = Field("", description="the served model's name; empty: the only one there is")
+    max_tokens: int | None = Field(None, ge=1, le=INT32_MAX, description="tokens to generate at most")
+    max_completion_tokens: int | None = Field(
+        None, ge=1, le=INT32_MAX, description="OpenAI's newer name of max_tokens"
+    )
+    stream: bool = Field(False, description="answer with server-sent events")
+    stream_options: StreamOptions | None = Field(None, description="only together with stream")
+    seed: int | None = Field(None, ge=-(2**63), le=2**63 - 1, description="choice i uses seed + i")
+    include_stop_str_in_output: bool = False
+    min_tokens: int = Field(0, ge=0, le=INT32_MAX)
     return_token_ids: bool = Field(False, description="add the generated token_ids to each choice")
     user: Any = Field(None, description="ignored")
 
@@ -188,18 +220,13 @@ class GenerationRequest(Schema):
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options")
-        same = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty")
-        same += ("repetition_penalty", "logit_bias", "ignore_eos", "min_tokens", "skip_special_tokens")
-        fields: dict[str, Any] = {name: getattr(self, name) for name in same}
-        fields |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
         return SamplingParams(
             max_tokens=limit,
-            seed=None if self.seed is None else (self.seed + choice + 2**63) % 2**64 - 2**63,
-            stop=tuple(self.stop),
-            stop_token_ids=tuple(self.stop_token_ids),
+            min_tokens=self.min_tokens,
+            seed=seed_of(self.seed, choice),
             include_stop_str_in_output=self.include_stop_str_in_output or self.no_stop_trim,
             logprobs=self._logprobs(),
-            **fields,
+            **self.shared_params(defaults),
         )
 
     def _max_tokens(self) -> int | None:
@@ -217,6 +244,14 @@ class GenerationRequest(Schema):
 
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
+
+    unsupported = UNSUPPORTED | {
+        "suffix": ("",),
+        "top_logprobs": (0,),
+        "messages": (),
+        "chat_template_kwargs": ({},),
+        "add_special_tokens": (True,),
+    }
 
     prompt: Prompts = Field(description="one prompt or several, as text or token ids")
     echo: bool = Field(False, description="begin the text with the prompt; not together with logprobs")
@@ -262,41 +297,7 @@ class Message(Schema):
 class ChatCompletionRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
-    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
-    logprobs: bool = False
-    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="needs logprobs")
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] = Field(
-        {}, max_length=MAX_TEMPLATE_KWARGS, description="variables of the chat template, for those it allows"
-    )
-
-    def _logprobs(self) -> int | None:
-        if self.top_logprobs is not None and not self.logprobs:
-            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
-        return (self.top_logprobs or 0) if self.logprobs else None
-
-
-# Field -> values that change nothing; anything else is refused rather than silently dropped.
-_UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag", "structured_outputs"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("stop_regex", "custom_logit_processor", "logits_processors", "custom_params"), ()),
-    **dict.fromkeys(("prompt_logprobs", "prompt_embeds", "input_embeds", "lora_path", "cache_salt"), ()),
-    **dict.fromkeys(("truncate_prompt_tokens", "bad_words", "allowed_token_ids"), ([],)),
-    "use_beam_search": (False,),
-    "length_penalty": (1,),
-}
-_UNSUPPORTED_BY: dict[type[GenerationRequest], dict[str, tuple[Any, ...]]] = {
-    CompletionRequest: _UNSUPPORTED
-    | {
-        "suffix": ("",),
-        "top_logprobs": (0,),
-        "messages": (),
-        "chat_template_kwargs": ({},),
-        "add_special_tokens": (True,),
-    },
-    ChatCompletionRequest: _UNSUPPORTED
-    | {
+    unsupported = UNSUPPORTED | {
         "tools": ([],),
         "tool_choice": ("none", "auto"),
         "functions": ([],),
@@ -314,13 +315,24 @@ _UNSUPPORTED_BY: dict[type[GenerationRequest], dict[str, tuple[Any, ...]]] = {
         "add_generation_prompt": (True,),
         "continue_final_message": (False,),
         "add_special_tokens": (False,),
-    },
-}
+    }
+
+    messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    logprobs: bool = False
+    top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="needs logprobs")
+    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] = Field(
+        {}, max_length=MAX_TEMPLATE_KWARGS, description="variables of the chat template, for those it allows"
+    )
+
+    def _logprobs(self) -> int | None:
+        if self.top_logprobs is not None and not self.logprobs:
+            raise RequestError("top_logprobs needs logprobs to be true", param="top_logprobs")
+        return (self.top_logprobs or 0) if self.logprobs else None
 
 
-def refuse_unsupported(raw: dict[str, Any], schema: type[GenerationRequest]) -> None:
+def refuse_unsupported(raw: dict[str, Any], schema: type[Schema]) -> None:
     """Raises RequestError for a field that would change the answer if it were supported."""
-    for name, neutral in _UNSUPPORTED_BY[schema].items():
+    for name, neutral in schema.unsupported.items():
         if name in raw and raw[name] not in neutral:
             raise RequestError(
                 f"{name} is not supported by this endpoint; leave it out", param=name, code="unsupported"
