@@ -81,7 +81,7 @@ def _check_number(name: str, value: Any, low: float, high: float) -> None:
         return
     whole = name in _WHOLE
     kinds = (int,) if whole else (int, float)
-    if type(value) not in kinds or not low <= value <= high:  # a NaN is in no range
+    if value is None or type(value) not in kinds or not low <= value <= high:  # a NaN is in no range
         kind = "a whole number" if whole else "a number"
         raise RequestError(f"{name} is {value!r}; it must be {kind} between {low} and {high}", param=name)
 
