@@ -156,7 +156,7 @@ def main() -> int:
     longest = max(contexts)
     pages_each = -(-(longest + args.steps * (args.repeats + 3)) // 64)
     total = max(max(row_counts) * (-(-(min(contexts) + 1024) // 64)), 8 * pages_each) + 1
-    sizes = PoolSizes(total, 64, max(row_counts) + 1, pages_each * 64, 0, 0)
+    sizes = PoolSizes(total, 64, max(row_counts) + 1, max(row_counts), pages_each * 64, 0, 0)
     engine = EngineConfig(
         chunked_prefill_size=args.chunk,
         skip_server_warmup=True,

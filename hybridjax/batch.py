@@ -51,6 +51,9 @@ class Batch:
       tile_sequence: int32[T] sequence of each tile (WHOLE, PREFILL; T = N / 64), empty in DECODE.
       context_length: int32[B] tokens of the sequence in the caches after this step.
       slot: int32[B] recurrent-state slot.
+      initial_slot: int32[B] slot that a PREFILL reads the state from: the own one, or a snapshot.
+      snapshot_slot: int32[T] slot that the state after a full tile is also written to, 0 for none
+        (PREFILL).
       page_table: int32[B, P] pages of each sequence in order of position, 0 beyond its end.
       logit_rows: int32[R] rows whose logits are wanted.
       parent, depth: int32[N] reserved for VERIFY: the tree's parent row and depth of each node.
@@ -65,6 +68,8 @@ class Batch:
     slot: jax.Array
     page_table: jax.Array
     logit_rows: jax.Array
+    initial_slot: jax.Array | None = None
+    snapshot_slot: jax.Array | None = None
     parent: jax.Array | None = None
     depth: jax.Array | None = None
     mode: Mode = _static(default=Mode.PREFILL)

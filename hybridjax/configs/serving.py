@@ -7,7 +7,7 @@ import dataclasses
 import re
 from typing import Any
 
-from hybridjax.configs.validation import check, positive_int
+from hybridjax.configs.validation import check, positive_int, take
 from hybridjax.errors import ConfigError
 
 
@@ -49,6 +49,10 @@ class EngineConfig:
         "(default: 2048, on a CPU 512)",
     )
     page_size: int | None = _field(None, "tokens per K/V page (default: the model's sparse block)")
+    disable_radix_cache: bool = _field(False, "compute every prompt from its first token")
+    max_mamba_cache_size: int | None = _field(
+        None, "snapshots of recurrent state that the prefix cache may hold (default: by free memory)"
+    )
     num_continuous_decode_steps: int = _field(4, "decode steps that run per dispatch")
     disable_overlap_schedule: bool = _field(
         False, "wait for each step's tokens before launching the next (for debugging)"
@@ -63,6 +67,8 @@ class EngineConfig:
     skip_server_warmup: bool = _field(False, "compile each program at first use, not at start")
 
     def __post_init__(self):
+        for field in dataclasses.fields(self):
+            object.__setattr__(self, field.name, take(vars(self), field.name, field.type))
         check(0 < self.mem_fraction_static <= 1, "mem_fraction_static", self.mem_fraction_static, "in (0, 1]")
         check(
             self.chunked_prefill_size in (None, -1) or self.chunked_prefill_size > 0,
@@ -72,7 +78,13 @@ class EngineConfig:
         )
         for name in ("num_continuous_decode_steps", "max_queued_requests"):
             positive_int(name, getattr(self, name))
-        for name in ("context_length", "max_running_requests", "max_total_tokens", "page_size"):
+        for name in (
+            "context_length",
+            "max_running_requests",
+            "max_total_tokens",
+            "page_size",
+            "max_mamba_cache_size",
+        ):
             if getattr(self, name) is not None:
                 positive_int(name, getattr(self, name))
         check(

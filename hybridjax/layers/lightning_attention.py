@@ -73,7 +73,17 @@ class LightningAttention(nnx.Module):
             )
         elif batch.mode is Mode.PREFILL:
             out, pool = simple_gla_prefill(
-                q, k, v, slopes, cache.state, batch.slot, batch.tile_sequence, batch.positions, scale=scale
+                q,
+                k,
+                v,
+                slopes,
+                cache.state,
+                batch.slot,
+                batch.tile_sequence,
+                batch.positions,
+                scale=scale,
+                initial_slot=batch.initial_slot,
+                snapshot_slot=batch.snapshot_slot,
             )
         else:
             raise NotImplementedError(f"SimpleGLA in mode {batch.mode}")

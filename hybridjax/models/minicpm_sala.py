@@ -5,6 +5,7 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from jax.core import Tracer
 
 from hybridjax.batch import Batch, LayerCache, PagedCache, Probe, RecurrentCache, State
 from hybridjax.configs import MiniCPMSALAConfig
@@ -73,9 +74,13 @@ class MiniCPMSALA(nnx.Module):
             )
 
     def __call__(self, input_ids: jax.Array, probe: Probe | None = None) -> jax.Array:
-        """Teacher-forced logits: int32[B, L] -> float32[B, L, vocab]; differentiable."""
-        if input_ids.ndim != 2:
-            raise ValueError(f"input_ids has shape {input_ids.shape}; it must be [batch, length]")
+        """Teacher-forced logits: int32[B, L] -> float32[B, L, vocab]; differentiable.
+
+        Raises:
+          ValueError: another shape or dtype, nothing to compute, or ids outside the vocabulary (where
+            their values are known, that is outside jit).
+        """
+        input_ids = _checked_ids(input_ids, self.config.vocab_size)
         length = input_ids.shape[1]
         hidden, _ = self.forward(Batch.whole(input_ids), None, probe)
         hidden = hidden.reshape(input_ids.shape[0], -1, hidden.shape[-1])[:, :length]
@@ -152,6 +157,19 @@ class MiniCPMSALA(nnx.Module):
     def checkpoint_entries(cls, config: MiniCPMSALAConfig) -> tuple[TensorEntry, ...]:
         """Every tensor of a checkpoint of this configuration (minicpm_sala 1.3)."""
         return tuple(_entries(config))
+
+
+def _checked_ids(input_ids: jax.Array, vocab: int) -> jax.Array:
+    ids = jnp.asarray(input_ids)
+    if ids.ndim != 2 or not ids.size or not jnp.issubdtype(ids.dtype, jnp.integer):
+        raise ValueError(
+            f"input_ids is {ids.dtype}{list(ids.shape)}; it must hold integers of shape [batch, length]"
+        )
+    if not isinstance(ids, Tracer):
+        low, high = int(ids.min()), int(ids.max())
+        if low < 0 or high >= vocab:
+            raise ValueError(f"input_ids holds ids from {low} to {high}; they must be in 0..{vocab - 1}")
+    return ids
 
 
 def _prefixed(probe: Probe, prefix: str) -> Probe:

@@ -68,6 +68,8 @@ def _simple_gla_prefill(
     positions: jax.Array,
     *,
     scale: float,
+    initial_slot: jax.Array | None = None,
+    snapshot_slot: jax.Array | None = None,
 ) -> tuple[jax.Array, jax.Array]:
     """The recurrence over the tiles of a ragged batch, states read from and written to a pool.
 
@@ -80,23 +82,47 @@ def _simple_gla_prefill(
       pool: float32[slots, H, Dk, Dv]; slots not named are returned unchanged, slot 0 is scratch.
       slot: int32[B]; tile_sequence: int32[N / 64]; positions: int32[N].
       scale: factor on q.
+      initial_slot: int32[B] slot that a sequence's state is read from (default: ``slot``).
+      snapshot_slot: int32[N / 64] slot that also receives the state after a tile that ends on the
+        grid, 0 for none (default: none). Slots named here are named nowhere else.
 
     Returns:
       outputs float32[N, H, Dv] and the pool after the step.
     """
     q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
     decay = jnp.exp(-slopes)[:, None, None]
-    row_slot = jnp.repeat(slot[tile_sequence], TILE)
+    first, snapshot = _tile_borders(slot, tile_sequence, positions, initial_slot, snapshot_slot)
+    # The row that starts a sequence reads the initial slot, the row that ends a full tile also writes
+    # the tile's snapshot.
+    source = jnp.where(
+        first, (slot if initial_slot is None else initial_slot)[tile_sequence], slot[tile_sequence]
+    )
+    lowest = jnp.argmax(positions.reshape(-1, TILE) >= 0, axis=1)[:, None]
+    column = jnp.arange(TILE)[None, :]
+    read = jnp.where(column == lowest, source[:, None], slot[tile_sequence][:, None]).reshape(-1)
+    extra = jnp.where(column == TILE - 1, snapshot[:, None], 0).reshape(-1)
+    write = jnp.where(positions < 0, 0, jnp.repeat(slot[tile_sequence], TILE))
 
     def step(pool, row):
-        q_t, k_t, v_t, s, position = row
-        state = jnp.where(position == 0, 0.0, pool[s])
+        q_t, k_t, v_t, read, write, extra, position = row
+        state = jnp.where(position == 0, 0.0, pool[read])
         state = decay * state + k_t[:, :, None] * v_t[:, None, :]
-        pool = pool.at[jnp.where(position < 0, 0, s)].set(state)
+        pool = pool.at[jnp.stack([extra, write])].set(state)
         return pool, scale * jnp.einsum("hk,hkv->hv", q_t, state, precision=_HIGHEST)
 
-    pool, out = jax.lax.scan(step, pool, (q, k, v, row_slot, positions))
+    pool, out = jax.lax.scan(step, pool, (q, k, v, read, write, extra, positions))
     return out, pool
+
+
+def _tile_borders(slot, tile_sequence, positions, initial_slot, snapshot_slot):
+    """bool[T]: tiles that start a sequence's run; int32[T]: the snapshot slot of each full tile, else 0."""
+    tiles = positions.reshape(-1, TILE)
+    live = jnp.any(tiles >= 0, axis=1)
+    previous = jnp.concatenate([jnp.full((1,), -1, jnp.int32), tile_sequence[:-1]])
+    first = live & (tile_sequence != previous)
+    if snapshot_slot is None:
+        return first, jnp.zeros_like(tile_sequence)
+    return first, jnp.where(tiles[:, -1] >= 0, snapshot_slot, 0)
 
 
 def _simple_gla_decode(
@@ -180,8 +206,23 @@ def _simple_gla_whole_chunked(q, k, v, slopes, *, scale):
     return out.reshape(batch, padded, heads, -1)[:, :length], final
 
 
-def _simple_gla_prefill_chunked(q, k, v, slopes, pool, slot, tile_sequence, positions, *, scale):
+def _simple_gla_prefill_chunked(
+    q,
+    k,
+    v,
+    slopes,
+    pool,
+    slot,
+    tile_sequence,
+    positions,
+    *,
+    scale,
+    initial_slot=None,
+    snapshot_slot=None,
+):
     """The chunked form on the 64-token grid anchored at absolute position 0."""
+    first, snapshot = _tile_borders(slot, tile_sequence, positions, initial_slot, snapshot_slot)
+    source = slot if initial_slot is None else initial_slot
     tiles = tile_sequence.shape[0]
     positions = positions.reshape(tiles, TILE)
     valid = positions >= 0
@@ -191,10 +232,8 @@ def _simple_gla_prefill_chunked(q, k, v, slopes, pool, slot, tile_sequence, posi
     count = jnp.sum(valid, axis=-1).astype(jnp.float32)
     carry = jnp.exp(-slopes[None, :] * count[:, None])[..., None, None]
 
-    previous = jnp.concatenate([jnp.full((1,), -1, jnp.int32), tile_sequence[:-1]])
-    first = live & (tile_sequence != previous)
     start = jnp.min(jnp.where(valid, positions, jnp.iinfo(jnp.int32).max), axis=-1)
-    initial = jnp.where((start == 0)[:, None, None, None], 0.0, pool[slot[tile_sequence]])
+    initial = jnp.where((start == 0)[:, None, None, None], 0.0, pool[source[tile_sequence]])
 
     def step(state, tile):
         add, decay, first, initial = tile
@@ -216,6 +255,8 @@ def _simple_gla_prefill_chunked(q, k, v, slopes, pool, slot, tile_sequence, posi
     order = jnp.where(live, jnp.arange(tiles, dtype=jnp.int32), -1)
     last = jnp.full(slot.shape, -1, jnp.int32).at[tile_sequence].max(order)
     pool = pool.at[jnp.where(last >= 0, slot, 0)].set(after[last])
+    if snapshot_slot is not None:
+        pool = pool.at[snapshot].set(after)
     return out.reshape(tiles * TILE, *out.shape[2:]), pool
 
 

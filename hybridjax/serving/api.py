@@ -1,9 +1,8 @@
 """The engine's front door: what goes in and what comes out. Everything above knows only this."""
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Any, Literal, Protocol
 
 from hybridjax.errors import RequestError
 
@@ -62,47 +61,46 @@ class SamplingParams:
             object.__setattr__(self, "stop", (self.stop,))
         if self.top_k == -1:
             object.__setattr__(self, "top_k", 0)
-        integer = {"max_tokens", "top_k", "seed", "min_tokens", "logprobs"}
         for name, low, high in _RANGES:
-            value = getattr(self, name)
-            if value is None:
-                continue
-            number = type(value) is int or (name not in integer and type(value) is float)
-            if not number or not math.isfinite(value) or not low <= value <= high:
-                kind = "a whole number" if name in integer else "a number"
+            _check_number(name, getattr(self, name), low, high)
+        _check_list("stop", self.stop, MAX_STOP_STRINGS, _is_stop_string, "strings of 1 to 1024 characters")
+        _check_list("stop_token_ids", self.stop_token_ids, MAX_STOP_TOKENS, _is_token, "token ids")
+        allowed = f"a map of at most {MAX_LOGIT_BIAS} token ids to numbers in -100..100"
+        bias = self.logit_bias
+        if not isinstance(bias, Mapping) or len(bias) > MAX_LOGIT_BIAS:
+            raise RequestError(f"logit_bias must be {allowed}", param="logit_bias")
+        for token, value in bias.items():
+            if not (_is_token(token) and type(value) in (int, float) and -100 <= value <= 100):
                 raise RequestError(
-                    f"{name} is {value!r}; it must be {kind} between {low} and {high}", param=name
-                )
-        if self.repetition_penalty <= 0:
-            raise RequestError("repetition_penalty is 0; it must be above 0", param="repetition_penalty")
-        if len(self.stop) > MAX_STOP_STRINGS:
-            raise RequestError(f"stop has {len(self.stop)} strings; at most {MAX_STOP_STRINGS}", param="stop")
-        for text in self.stop:
-            if not isinstance(text, str) or not text or len(text) > 1024:
-                raise RequestError("stop must hold strings of 1 to 1024 characters", param="stop")
-        if len(self.stop_token_ids) > MAX_STOP_TOKENS or not all(
-            type(t) is int and 0 <= t < 2**31 for t in self.stop_token_ids
-        ):
-            raise RequestError(
-                f"stop_token_ids must be at most {MAX_STOP_TOKENS} token ids", param="stop_token_ids"
-            )
-        if len(self.logit_bias) > MAX_LOGIT_BIAS:
-            raise RequestError(
-                f"logit_bias has {len(self.logit_bias)} entries; at most {MAX_LOGIT_BIAS}", param="logit_bias"
-            )
-        for token, bias in self.logit_bias.items():
-            if (
-                type(token) is not int
-                or token < 0
-                or type(bias) not in (int, float)
-                or not -100 <= bias <= 100
-            ):
-                raise RequestError(
-                    f"logit_bias maps {token!r} to {bias!r}; it maps token ids to numbers in -100..100",
-                    param="logit_bias",
+                    f"logit_bias maps {token!r} to {value!r}; it must be {allowed}", param="logit_bias"
                 )
 
 
+def _check_number(name: str, value: Any, low: float, high: float) -> None:
+    if value is None and name in _OPTIONAL:
+        return
+    whole = name in _WHOLE
+    kinds = (int,) if whole else (int, float)
+    if value is None or type(value) not in kinds or not low <= value <= high:  # a NaN is in no range
+        kind = "a whole number" if whole else "a number"
+        raise RequestError(f"{name} is {value!r}; it must be {kind} between {low} and {high}", param=name)
+
+
+def _check_list(name: str, value: Any, most: int, is_item: Callable[[Any], bool], items: str) -> None:
+    if not isinstance(value, Sequence) or len(value) > most or not all(map(is_item, value)):
+        raise RequestError(f"{name} must be a list of at most {most} {items}", param=name)
+
+
+def _is_stop_string(value: Any) -> bool:
+    return isinstance(value, str) and 1 <= len(value) <= 1024
+
+
+def _is_token(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**31
+
+
+_WHOLE = ("max_tokens", "top_k", "seed", "min_tokens", "logprobs")
+_OPTIONAL = ("max_tokens", "seed", "logprobs")
 _RANGES = (
     ("max_tokens", 1, 2**31 - 1),
     ("temperature", 0, 100),
@@ -110,7 +108,7 @@ _RANGES = (
     ("top_p", 0, 1),
     ("min_p", 0, 1),
     ("seed", -(2**63), 2**63 - 1),
-    ("repetition_penalty", 0, 100),
+    ("repetition_penalty", 0.01, 100),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
     ("min_tokens", 0, 2**31 - 1),

@@ -133,6 +133,7 @@ class Engine:
             # Left open, the runner's largest prefill bucket decides.
             chunked_prefill_size=config.chunked_prefill_size or -1,
             num_decode_steps=config.num_continuous_decode_steps,
+            prefix_caching=not config.disable_radix_cache,
             clock=clock,
         )
         self._loop = EngineLoop(
@@ -224,6 +225,10 @@ class Engine:
         """Raises PoolError unless the queues, lengths and pools agree with each other."""
         self._loop.check_integrity()
 
+    def flush_cache(self) -> None:
+        """Forgets every cached prefix; running requests are untouched."""
+        self._loop.flush_cache()
+
     def shutdown(self) -> None:
         """Aborts every request, ends the thread and frees the device's memory; idempotent."""
         atexit.unregister(self.shutdown)
@@ -241,6 +246,8 @@ class Engine:
         """Checks a request and makes what the loop needs to run it."""
         if not isinstance(prompt, str):
             ids = prompt
+        elif not prompt:
+            raise RequestError("the prompt is empty; it must have at least one character", param="prompt")
         elif self.tokenizer is None:
             raise RequestError(
                 "this engine has no tokenizer; the prompt must be a list of token ids", param="prompt"
@@ -279,12 +286,21 @@ def _load(config: EngineConfig) -> tuple[Runner, Any, tuple[int, ...]]:
     """Runner, tokenizer and the model's end tokens, read from a checkpoint directory."""
     import jax
 
-    from hybridjax.checkpoints import generation_config, load_model, resolve
+    from hybridjax.checkpoints import generation_config, load_config, load_model, resolve
+    from hybridjax.ops import override
     from hybridjax.serving.runner import ModelRunner, enable_compilation_cache
     from hybridjax.serving.sizing import pool_sizes
     from hybridjax.text import load_tokenizer
 
     directory = resolve(config.model_path)
+    with override(config.implementation):
+        pass  # names that do not exist are told before anything is loaded
+    architecture = load_config(directory)
+    if getattr(architecture, "dense_switch", "position") != "position":
+        raise ConfigError(
+            f"dense_switch is {architecture.dense_switch!r}; it must be 'position' for serving: under the "
+            "call rule tokens depend on how a prompt is cut"
+        )
     tokenizer = None
     if config.skip_tokenizer_init:
         pass

@@ -11,7 +11,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from hybridjax.errors import EngineDeadError, HybridJaxError, QueueFullError, RequestError
 from hybridjax.serving.api import EngineStats, FinishReason, OnOutput, RequestOutput
@@ -22,6 +22,8 @@ from hybridjax.serving.request import Request
 from hybridjax.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
+
+_Call = tuple[Callable[[], None], "concurrent.futures.Future[None]"]
 
 _STEP_FAILED = "a step failed on the device; the server's log says why"
 
@@ -61,7 +63,7 @@ class EngineLoop:
         self._live: dict[str, Entry] = {}
         self._inbox: list[Entry] = []
         self._aborts: list[Entry] = []
-        self._checks: list[concurrent.futures.Future[None]] = []
+        self._calls: list[_Call] = []
         self._stopping = False
         self._ended = False
         self._failed = False
@@ -145,14 +147,22 @@ class EngineLoop:
 
     def check_integrity(self) -> None:
         """Raises PoolError unless queues, lengths and pools agree. Checked between two steps."""
+        self._between_steps(self._scheduler.check_integrity)
+
+    def flush_cache(self) -> None:
+        """Forgets every cached prefix, between two steps."""
+        self._between_steps(self._scheduler.flush_cache)
+
+    def _between_steps(self, call: Callable[[], None]) -> None:
+        """Runs ``call`` in the loop's thread, or here once the loop has ended; raises what it raises."""
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         with self._condition:
             direct = self._ended or threading.current_thread() is self._thread
             if not direct:
-                self._checks.append(done)
+                self._calls.append((call, done))
                 self._condition.notify()
         if direct:
-            self._scheduler.check_integrity()
+            call()
         else:
             done.result()
 
@@ -173,7 +183,7 @@ class EngineLoop:
                 self._stopping
                 or self._inbox
                 or self._aborts
-                or self._checks
+                or self._calls
                 or self._in_flight
                 or self._scheduler.has_work
             ):
@@ -182,13 +192,13 @@ class EngineLoop:
                 return False
             inbox, self._inbox = self._inbox, []
             aborts, self._aborts = self._aborts, []
-            checks, self._checks = self._checks, []
+            calls, self._calls = self._calls, []
             for entry in inbox:
                 self._scheduler.add(entry.request)
             self._last_stats = self._scheduler.stats()
         for entry in aborts:
             self._end(entry, "abort")
-        self._answer(checks)
+        self._answer(calls)
         return True
 
     def _step(self) -> None:
@@ -212,10 +222,12 @@ class EngineLoop:
                 if isinstance(row, PrefillRow) and row.start == row.request.cached:
                     self._runner.admit(row.request)
             handle = self._runner.launch(plan)
-        except NotLaunchedError:
+        except NotLaunchedError as error:
             logger.exception("a step could not be launched")
-            self._fail_requests([row.request for row in plan.rows])
-            return False
+            at_fault = error.requests or tuple(row.request for row in plan.rows)
+            self._fail_requests(at_fault)
+            rest = tuple(row for row in plan.rows if row.request not in at_fault)
+            return bool(rest) and self._launch(dataclasses.replace(plan, rows=rest))
         except Exception:
             logger.exception("launching a step has failed")
             self._recover(earlier_steps_count=True)
@@ -305,6 +317,7 @@ class EngineLoop:
             if usable:
                 self._apply(plan, result)
         self._fail_requests(self._scheduler.admitted)
+        self._scheduler.flush_cache()
         if not self._runner.recover():
             raise EngineDeadError("the runner cannot go on after a failed step")
 
@@ -321,10 +334,10 @@ class EngineLoop:
         self._scheduler.rebuild_pools()
         self._pools_suspect = False
 
-    def _answer(self, checks: Sequence[concurrent.futures.Future[None]]) -> None:
-        for done in checks:
+    def _answer(self, calls: Sequence[_Call]) -> None:
+        for call, done in calls:
             try:
-                self._scheduler.check_integrity()
+                call()
             except Exception as error:
                 done.set_exception(error)
             else:
@@ -333,8 +346,8 @@ class EngineLoop:
     def _end_all(self) -> None:
         with self._condition:
             self._ended = True
-            entries, checks = list(self._live.values()), self._checks
-            self._inbox, self._aborts, self._checks = [], [], []
+            entries, calls = list(self._live.values()), self._calls
+            self._inbox, self._aborts, self._calls = [], [], []
         for entry in entries:
             if self._failed:
                 self._end(entry, "error", error="the engine has failed")
@@ -342,7 +355,8 @@ class EngineLoop:
                 self._end(entry, "abort")
         self._last_stats = self._scheduler.stats()
         self._in_flight.clear()
-        self._answer(checks)
+        self._scheduler.flush_cache()
+        self._answer(calls)
         try:
             self._runner.close()
         except Exception:

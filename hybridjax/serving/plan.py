@@ -1,6 +1,7 @@
 """What crosses the border between the host's scheduler and the device: plans down, results up."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -12,7 +13,15 @@ Handle = Any  # whatever a runner returns from launch; only its own read underst
 
 
 class NotLaunchedError(HybridJaxError):
-    """A runner could not dispatch a step and has changed no state, so only that step's requests fail."""
+    """A runner could not dispatch a step and has changed no state, so only that step's requests fail.
+
+    Attributes:
+      requests: those at fault, if it can be told; the others' rows can be launched without them.
+    """
+
+    def __init__(self, message: str, requests: Sequence[Request] = ()):
+        super().__init__(message)
+        self.requests = tuple(requests)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -21,12 +30,20 @@ class PrefillRow:
 
     A chunk that does not end the prompt has ``is_last`` False and can neither be sampled nor lead to a
     decode row: construction fails when ``is_last`` disagrees with the prompt's length.
+
+    Attributes:
+      initial_slot: slot with the recurrent state before ``start``: the request's own, or a snapshot
+        that is only read; irrelevant at position 0.
+      snapshots: (position, slot) pairs: the state after the tokens before ``position``, a multiple of
+        64 in (start, end], is also written to that slot.
     """
 
     request: Request
     start: int
     end: int
     is_last: bool
+    initial_slot: int = 0
+    snapshots: tuple[tuple[int, int], ...] = ()
 
     def __post_init__(self):
         length = self.request.prompt_length

@@ -78,6 +78,8 @@ class Bucket:
                 Field("logit_rows", (rows,)),
                 Field("emits", (rows,), "bool"),
                 Field("context_length", (rows,)),
+                Field("initial_slot", (rows,)),
+                Field("snapshot_slot", (rows,)),
             )
         else:
             own = (Field("positions", (rows,)), Field("steps", (rows,)), Field("num_steps", ()))
@@ -115,6 +117,8 @@ def prefill_step(graph: Any, bucket: Bucket, parameters: Any, state: DeviceState
         slot=x["slot"],
         page_table=x["page_table"],
         logit_rows=x["logit_rows"],
+        initial_slot=x["initial_slot"],
+        snapshot_slot=x["snapshot_slot"],
         mode=Mode.PREFILL,
     )
     hidden, caches = model.forward(batch, state.caches)

@@ -33,6 +33,9 @@ class Request:
       scheduled: tokens in the caches once every launched step has run.
       pages: page ids in order of position, reserved for prompt and completion together.
       slot: state slot, 0 for none.
+      restore_slot: slot with the state after the cached tokens, read by the first prefill step; 0 for none.
+      snapshots: positions after which the state shall be kept, ascending, still to be passed.
+      pending_snapshots: slots that launched steps write, by position; the request's until confirmed.
       finish_reason: None until its last event.
     """
 
@@ -49,6 +52,9 @@ class Request:
     scheduled: int = 0
     pages: list[int] = dataclasses.field(default_factory=list)
     slot: int = 0
+    restore_slot: int = 0
+    snapshots: list[int] = dataclasses.field(default_factory=list)
+    pending_snapshots: dict[int, int] = dataclasses.field(default_factory=dict)
     finish_reason: FinishReason | None = None
 
     def __post_init__(self):
@@ -134,6 +140,11 @@ def make_request(
             f"together; the context holds {limits.context_length} tokens",
             param="max_tokens",
             code="context_length_exceeded",
+        )
+    if params.min_tokens > max_tokens:
+        raise RequestError(
+            f"min_tokens is {params.min_tokens}; at most max_tokens, {max_tokens} here, can be generated",
+            param="min_tokens",
         )
     _check_in_vocabulary(params.logit_bias, "logit_bias", limits.vocab_size)
     _check_in_vocabulary(params.stop_token_ids, "stop_token_ids", limits.vocab_size)

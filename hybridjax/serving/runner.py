@@ -94,6 +94,8 @@ class ModelRunner:
             prepare = self._prefill_inputs if isinstance(plan, PrefillPlan) else self._decode_inputs
             bucket, fields = prepare(plan)
             program = self._programs.get(bucket) or self._compile(bucket)
+        except NotLaunchedError:
+            raise
         except Exception as error:
             raise NotLaunchedError(f"the step could not be prepared: {error}") from error
         state, self._state = self._live_state(), None
@@ -169,6 +171,9 @@ class ModelRunner:
             fields["logit_rows"][i] = begin + length - 1
             fields["emits"][i] = row.is_last
             fields["context_length"][i] = row.end
+            fields["initial_slot"][i] = row.initial_slot
+            for position, slot in row.snapshots:
+                fields["snapshot_slot"][first + (position - row.start) // TILE - 1] = slot
             _fill_pages(fields, i, row.request, -(-row.end // self.page_size))
             first += count
         return bucket, fields
@@ -200,11 +205,15 @@ class ModelRunner:
         start = time.monotonic()
         logger.info("compiling %d programs", len(self._buckets))
         workers = min(len(self._buckets), os.cpu_count() or 1)
-        with concurrent.futures.ThreadPoolExecutor(workers) as pool:
+        pool = concurrent.futures.ThreadPoolExecutor(workers)
+        try:
             jobs = [pool.submit(self._compile, bucket) for bucket in self._buckets]
             done: Iterable[Any] = concurrent.futures.as_completed(jobs)
             for job in tqdm(done, total=len(jobs), desc="compiling", unit="program", disable=hidden):
                 job.result()
+        finally:
+            # An interrupt or an error waits for the programs being compiled, not for all that are queued.
+            pool.shutdown(cancel_futures=True)
         logger.info("compiled after %.1f s", time.monotonic() - start)
 
 
@@ -232,24 +241,33 @@ def _fill_sampling(fields: dict[str, np.ndarray], requests: list[Request]) -> No
         fields[name][:] = value
     fields["stop_tokens"][:] = -1
     for i, request in enumerate(requests):
-        params = request.params
-        fields["slot"][i] = request.slot
-        stops = request.device_stop_tokens
-        fields["stop_tokens"][i, : len(stops)] = stops
-        fields["min_position"][i] = request.min_position
-        fields["seed"][i] = seed_words(request.seed)
-        fields["use_bias"][i] = bool(params.logit_bias)
-        fields["want_top"][i] = request.wants_top_logprobs
-        for name in (
-            "temperature",
-            "top_k",
-            "top_p",
-            "min_p",
-            "repetition_penalty",
-            "presence_penalty",
-            "frequency_penalty",
-        ):
-            fields[name][i] = getattr(params, name)
+        try:
+            _fill_row(fields, i, request)
+        except Exception as error:
+            raise NotLaunchedError(f"settings that the device cannot take: {error}", [request]) from error
+
+
+def _fill_row(fields: dict[str, np.ndarray], i: int, request: Request) -> None:
+    params, stops = request.params, request.device_stop_tokens
+    fields["slot"][i] = request.slot
+    fields["stop_tokens"][i, : len(stops)] = stops
+    fields["min_position"][i] = request.min_position
+    fields["seed"][i] = seed_words(request.seed)
+    fields["use_bias"][i] = bool(params.logit_bias)
+    fields["want_top"][i] = request.wants_top_logprobs
+    for name in _SETTINGS:
+        fields[name][i] = getattr(params, name)
+
+
+_SETTINGS = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+)
 
 
 @functools.lru_cache(maxsize=64)

@@ -5,12 +5,17 @@ completion are free, so a running request never waits for memory; nobody overtak
 does not fit yet. Prefill and decode steps alternate while there is work for both, which bounds how
 long a prompt can hold up the running requests.
 
+With a prefix cache, an admitted request starts behind the longest prefix whose state is known, and
+leaves its own prompt's pages and some snapshots of its state to later ones; pages and snapshots that
+nobody uses are evicted when a request needs their place.
+
 Lengths advance twice, because a step is launched before the previous one has been read:
 ``next_plan`` advances ``scheduled``, ``confirm`` advances ``computed``.
 """
 
 import collections
 import dataclasses
+import math
 import time
 from collections.abc import Callable
 
@@ -18,6 +23,7 @@ from hybridjax.batch import TILE
 from hybridjax.serving.api import FinishReason
 from hybridjax.serving.plan import DecodePlan, DecodeRow, Plan, PrefillPlan, PrefillRow
 from hybridjax.serving.pools import PagePool, PoolError, SlotPool
+from hybridjax.serving.prefix_cache import Match, PrefixCache
 from hybridjax.serving.request import Request
 
 
@@ -43,6 +49,8 @@ class Scheduler:
       max_prefill_tiles: 64-row tiles of the largest prefill step.
       chunked_prefill_size: tokens of a prefill step, rounded to pages and tiles; -1: as many as fit.
       num_decode_steps: most steps per decode dispatch.
+      prefix_caching: keep the state of finished prompts for later ones.
+      snapshot_interval: tokens between the snapshots along a long prompt, a multiple of pages and tiles.
       clock: seconds, only differences matter.
     """
 
@@ -56,11 +64,15 @@ class Scheduler:
         max_prefill_tiles: int,
         chunked_prefill_size: int = -1,
         num_decode_steps: int = 1,
+        prefix_caching: bool = False,
+        snapshot_interval: int = 8192,
         clock: Callable[[], float] = time.monotonic,
     ):
         self.pages = PagePool(num_pages)
         self.slots = SlotPool(num_slots)
         self.page_size = page_size
+        self.cache = PrefixCache(self.pages, self.slots, page_size) if prefix_caching else None
+        self.snapshot_interval = snapshot_interval
         self.max_running = min(max_running, num_slots - 1)
         self.tile_budget = max_prefill_tiles
         if chunked_prefill_size != -1:
@@ -108,6 +120,8 @@ class Scheduler:
         Admits requests (allocating from the pools) and advances ``scheduled`` of the plan's requests:
         the caller launches the plan, or finishes all its requests.
         """
+        if self.cache is not None:
+            self.cache.unlock()
         makers = (self._prefill_plan, self._decode_plan)
         for make in reversed(makers) if self._last_was_prefill else makers:
             plan = make()
@@ -126,6 +140,12 @@ class Scheduler:
                 f"{request.computed} computed, {request.scheduled} scheduled"
             )
         request.computed = end
+        if self.cache is not None and isinstance(row, PrefillRow):
+            self.cache.insert(request.prompt_ids, request.pages, end)
+            for position, slot in row.snapshots:
+                del request.pending_snapshots[position]
+                if not self.cache.attach(request.prompt_ids, position, slot):
+                    self.slots.release(slot)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request in whatever state: sets its reason, frees its pages and slot, forgets it.
@@ -143,9 +163,16 @@ class Scheduler:
             queue.pop(request, None)
         pages, slot = request.pages, request.slot
         request.pages, request.slot = [], 0
+        pending, request.pending_snapshots = request.pending_snapshots, {}
         if slot:
             self.pages.release(pages)
-            self.slots.release(slot)
+            for held in (slot, *pending.values()):
+                self.slots.release(held)
+
+    def flush_cache(self) -> None:
+        """Forgets every cached prefix; running requests are untouched."""
+        if self.cache is not None:
+            self.cache.flush()
 
     def rebuild_pools(self) -> None:
         """Replaces pools that contradict themselves by fresh ones.
@@ -157,6 +184,8 @@ class Scheduler:
             raise PoolError("pools can only be rebuilt when nobody holds anything")
         self.pages = PagePool(self.pages.capacity + 1)
         self.slots = SlotPool(self.slots.capacity + 1)
+        if self.cache is not None:
+            self.cache = PrefixCache(self.pages, self.slots, self.page_size)
 
     def stats(self) -> SchedulerStats:
         """A snapshot. Modifies nothing."""
@@ -165,8 +194,9 @@ class Scheduler:
             waiting=len(self._waiting),
             prefilling=len(self._prefilling),
             running=len(self._running),
-            free_pages=self.pages.available,
-            free_slots=self.slots.available,
+            # What only the cache holds is free to whoever needs it.
+            free_pages=max(0, self.pages.capacity - sum(len(r.pages) for r in self.admitted)),
+            free_slots=self.slots.capacity - len(self.admitted),
             longest_wait=0.0 if first is None else self._clock() - first.arrival,
         )
 
@@ -178,8 +208,12 @@ class Scheduler:
             _require(not request.slot and not request.pages, request, "holds something while waiting")
         for request in self.admitted:
             self._check_admitted(request)
-        slots = [request.slot for request in self.admitted]
+        slots = [slot for r in self.admitted for slot in (r.slot, *r.pending_snapshots.values())]
         holders = collections.Counter(page for request in self.admitted for page in request.pages)
+        if self.cache is not None:
+            self.cache.check_integrity()
+            slots += self.cache.held_slots()
+            holders.update(self.cache.held_pages())
         if len(set(slots)) != len(slots) or len(slots) + self.slots.available != self.slots.capacity:
             raise PoolError("slots in use and free slots do not add up")
         if len(holders) + self.pages.available != self.pages.capacity:
@@ -217,27 +251,69 @@ class Scheduler:
         request = next(iter(self._waiting), None)
         if request is None or len(self._prefilling) + len(self._running) >= self.max_running:
             return None
-        pages = self.pages.allocate(request.pages_needed(self.page_size))
-        if pages is None:
+        match = self.cache.match(request.prompt_ids) if self.cache is not None else Match()
+        shared = list(match.pages)
+        # Held first, so that making room for the rest cannot evict them.
+        self.pages.share(shared)
+        fresh = self._allocate_pages(request.pages_needed(self.page_size) - len(shared))
+        slot = None if fresh is None else self._allocate_slot()
+        if fresh is None or slot is None:
+            self.pages.release([*shared, *(fresh or ())])
             return None
-        slot = self.slots.allocate()
-        if slot is None:
-            self.pages.release(pages)
-            return None
-        request.pages, request.slot = pages, slot
+        request.pages, request.slot = shared + fresh, slot
+        request.cached = request.computed = request.scheduled = match.tokens
+        request.restore_slot = match.slot
+        request.snapshots = self._wanted_snapshots(request, match)
         del self._waiting[request]
         self._prefilling[request] = None
         return request
+
+    def _allocate_pages(self, count: int) -> list[int] | None:
+        """Pages from the pool, or from what the cache can spare; None if that is not enough."""
+        missing = count - self.pages.available
+        if missing > 0 and self.cache is not None:
+            self.cache.evict_pages(missing)
+        return self.pages.allocate(count)
+
+    def _allocate_slot(self) -> int | None:
+        slot = self.slots.allocate()
+        if slot is None and self.cache is not None and self.cache.evict_snapshot():
+            slot = self.slots.allocate()
+        return slot
+
+    def _wanted_snapshots(self, request: Request, match: Match) -> list[int]:
+        """Where later prompts will want to start: at the prompt's end, at a branch, sparsely between."""
+        if self.cache is None:
+            return []
+        grid = math.lcm(self.page_size, TILE)
+        end = (request.prompt_length - 1) // grid * grid
+        branch = min(match.branch // grid * grid, end)
+        return sorted(p for p in {end, branch, *range(0, end, self.snapshot_interval)} if p > match.tokens)
+
+    def _take_snapshots(self, request: Request, end: int) -> tuple[tuple[int, int], ...]:
+        """Slots for the snapshots wanted up to ``end``, as far as there are any."""
+        taken = []
+        while request.snapshots and request.snapshots[0] <= end:
+            position = request.snapshots.pop(0)
+            assert self.cache is not None
+            if self.cache.has_snapshot(request.prompt_ids, position):
+                continue
+            slot = self._allocate_slot()
+            if slot is not None:
+                request.pending_snapshots[position] = slot
+                taken.append((position, slot))
+        return tuple(taken)
 
     def _advance_prefill(self, request: Request, tiles: int) -> PrefillRow:
         start = request.scheduled
         end = min(start + tiles * TILE, request.prompt_length)
         is_last = end == request.prompt_length
         request.scheduled = end
+        source, request.restore_slot = request.restore_slot or request.slot, 0
         if is_last:
             del self._prefilling[request]
             self._running[request] = None
-        return PrefillRow(request, start, end, is_last)
+        return PrefillRow(request, start, end, is_last, source, self._take_snapshots(request, end))
 
     def _decode_plan(self) -> DecodePlan | None:
         rows = []

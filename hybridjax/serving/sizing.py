@@ -21,7 +21,8 @@ class PoolSizes:
 
     Attributes:
       num_pages, page_size: K/V pages.
-      num_slots: recurrent and sampling slots.
+      num_slots: recurrent and sampling slots, of running requests and of snapshots.
+      max_running_requests: requests that may run together.
       context_length: longest prompt + completion.
       bytes_per_token, bytes_per_request: sequence state per cached token and per running request.
     """
@@ -29,13 +30,10 @@ class PoolSizes:
     num_pages: int
     page_size: int
     num_slots: int
+    max_running_requests: int
     context_length: int
     bytes_per_token: float
     bytes_per_request: int
-
-    @property
-    def max_running_requests(self) -> int:
-        return self.num_slots - 1
 
     @property
     def max_total_tokens(self) -> int:
@@ -78,13 +76,18 @@ def pool_sizes(config: EngineConfig, model: Any, free_bytes: int | None = None) 
     running = config.max_running_requests
     if running is None:
         running = max(1, min(16 if on_cpu else 256, int(free * _SLOT_SHARE) // per_slot))
-    left = free - (running + 1) * per_slot
+    snapshots = 0 if config.disable_radix_cache else config.max_mamba_cache_size
+    if snapshots is None:
+        spare = int(free * _SLOT_SHARE) // per_slot - running
+        snapshots = max(4, min(2 * running, spare))
+    slots = running + snapshots + 1
+    left = free - slots * per_slot
     pages_per_context = -(-context // page)
     if config.max_total_tokens is not None:
         pages = -(-config.max_total_tokens // page)
     else:
         pages = min(max(0, left) // max(1, size.per_page) - 1, running * pages_per_context)
-    needed = (running + 1) * per_slot + (pages + 1) * size.per_page
+    needed = slots * per_slot + (pages + 1) * size.per_page
     if pages < 1 or needed > free:
         raise ConfigError(
             f"state for {running} running requests and {max(pages, 0) * page} tokens takes "
@@ -94,7 +97,8 @@ def pool_sizes(config: EngineConfig, model: Any, free_bytes: int | None = None) 
     return PoolSizes(
         num_pages=pages + 1,
         page_size=page,
-        num_slots=running + 1,
+        num_slots=slots,
+        max_running_requests=running,
         context_length=min(context, pages * page),
         bytes_per_token=size.per_page / page,
         bytes_per_request=per_slot,

@@ -170,6 +170,12 @@ def test_numbers_that_are_none(text):
         ("num_continuous_decode_steps", 0),
         ("dtype", "int8"),
         ("random_seed", -1),
+        ("random_seed", None),
+        ("random_seed", True),
+        ("mem_fraction_static", "0.5"),
+        ("chunked_prefill_size", "64"),
+        ("model_path", 5),
+        ("skip_server_warmup", 1),
     ],
 )
 def test_settings_that_cannot_work(field, value):

@@ -45,8 +45,9 @@ def server(engine):
 
 
 def all_free(engine):
-    """Whether every page and slot is free and no request is left."""
+    """Whether no request is left and, but for what the prefix cache keeps, every page and slot is free."""
     engine.check_integrity()
+    engine.flush_cache()
     stats = engine._loop._scheduler.stats()
     scheduler = engine._loop._scheduler
     return (

@@ -187,3 +187,19 @@ def test_the_call_rule_makes_a_long_call_sparse_from_its_first_token():
     _, seen = forced(model, jnp.zeros((1, 900), jnp.int32))
     sparse = model.config.sparse_config
     assert (np.asarray(seen["layers.0.block_ids"])[899, 0] >= 0).sum() == sparse.selected_blocks
+
+
+@pytest.mark.parametrize(
+    ("ids", "message"),
+    [
+        ([1, 2], "must hold integers of shape"),
+        ([[]], "must hold integers of shape"),
+        ([[1.5]], "must hold integers of shape"),
+        ([[5, 97]], "ids from 5 to 97; they must be in 0..96"),
+        ([[-1, 3]], "ids from -1 to 3"),
+    ],
+)
+def test_ids_that_are_none_are_refused(ids, message):
+    model = hybridjax.load_model(GOLDENS / "dense", dtype="float32")
+    with pytest.raises(ValueError, match=message):
+        model(np.array(ids))

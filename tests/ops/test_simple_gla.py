@@ -164,3 +164,57 @@ def test_decode_steps_equal_the_recurrence_and_spare_other_slots():
             np.testing.assert_allclose(out[row], want[0][-1], rtol=2e-5, atol=2e-5)
     np.testing.assert_array_equal(pool[5], jnp.full_like(pool[5], 7.0))
     assert np.isnan(pool[jnp.array([2, 3])]).all()
+
+
+@pytest.mark.parametrize("implementation", ["reference", "xla"])
+def test_a_prefill_reads_another_slot_and_leaves_snapshots(implementation):
+    """Sequence 0 resumes from slot 4 and leaves its state after 192 in slot 5; sequence 1 leaves 64 in 6."""
+    chunks = [(1, 128, 200), (2, 0, 130)]
+    slot, tile_sequence, positions, rows = ragged(chunks, tiles=6)
+    q, k, v = inputs(13, 6 * TILE)
+    pool = jax.random.normal(jax.random.key(1), (8, HEADS, KEY, VALUE))
+    pool = pool.at[jnp.array([0, 1, 2])].set(jnp.nan)
+    slopes = jnp.asarray(decay_slopes(HEADS))
+    out, after = simple_gla_prefill(
+        q,
+        k,
+        v,
+        slopes,
+        pool,
+        slot,
+        tile_sequence,
+        positions,
+        scale=SCALE,
+        initial_slot=jnp.array([4, 2, 0], jnp.int32),
+        snapshot_slot=jnp.array([5, 0, 6, 0, 0, 0], jnp.int32),
+        implementation=implementation,
+    )
+    for (s, start, _), r, source in zip(chunks, rows, [pool[4], None]):
+        want, state = oracle(q[r], k[r], v[r], slopes, source)
+        np.testing.assert_allclose(out[r], want, rtol=3e-5, atol=3e-5)
+        np.testing.assert_allclose(after[s], state, rtol=3e-5, atol=3e-5)
+        _, kept = oracle(q[r[:64]], k[r[:64]], v[r[:64]], slopes, source)
+        np.testing.assert_allclose(after[5 if start else 6], kept, rtol=3e-5, atol=3e-5)
+    untouched = jnp.array([3, 4, 7])
+    np.testing.assert_array_equal(after[untouched], pool[untouched])
+
+
+def test_a_partial_tile_leaves_no_snapshot():
+    slot, tile_sequence, positions, _ = ragged([(1, 0, 40)], tiles=1)
+    q, k, v = inputs(14, TILE)
+    pool = jnp.zeros((4, HEADS, KEY, VALUE))
+    for implementation in ("reference", "xla"):
+        _, after = simple_gla_prefill(
+            q,
+            k,
+            v,
+            jnp.asarray(decay_slopes(HEADS)),
+            pool,
+            slot,
+            tile_sequence,
+            positions,
+            scale=SCALE,
+            snapshot_slot=jnp.array([3], jnp.int32),
+            implementation=implementation,
+        )
+        np.testing.assert_array_equal(after[3], pool[3])

@@ -147,12 +147,18 @@ class FakeRunner:
     def _check(self, plan: Plan) -> None:
         requests = [row.request for row in plan.rows]
         slots = {request.slot for request in requests}
-        pages = [page for request in requests for page in request.pages]
+        written = [page for row in plan.rows for page in self._written(row)]
+        read = {page for row in plan.rows for page in row.request.pages} - set(written)
         self._expect(bool(plan.rows), "empty plan")
         self._expect(len(slots) == len(requests) and 0 not in slots, "slots shared or missing")
-        self._expect(len(set(pages)) == len(pages) and 0 not in pages, "pages shared or page 0 used")
+        self._expect(len(set(written)) == len(written) and 0 not in written, "a page is written twice")
+        self._expect(0 not in read, "page 0 is read")
+        others = [page for row in plan.rows for page in set(row.request.pages) - set(self._written(row))]
+        self._expect(not set(others) & set(written), "a page is written under a reader")
         self._expect(all(request.finish_reason is None for request in requests), "finished request planned")
         if isinstance(plan, PrefillPlan):
+            kept = [slot for row in plan.rows for _, slot in row.snapshots]
+            self._expect(len(set(kept)) == len(kept) and not slots & set(kept), "a snapshot's slot is in use")
             tiles = sum(-(-(row.end - row.start) // 64) for row in plan.rows)
             self._expect(tiles <= self.max_prefill_tiles, f"{tiles} tiles")
             self._expect(all(row.start % 64 == 0 for row in plan.rows), "chunk off the grid")
@@ -160,6 +166,18 @@ class FakeRunner:
         else:
             self._expect(len(plan.rows) <= self.max_decode_rows, f"{len(plan.rows)} rows")
             self._expect(all(1 <= row.steps <= plan.num_steps for row in plan.rows), "steps out of range")
+
+    def _written(self, row) -> list[int]:
+        """The pages that a row writes; all others of its request are only read."""
+        start, end = (
+            (row.start, row.end)
+            if isinstance(row, PrefillRow)
+            else (
+                row.position,
+                row.position + row.steps,
+            )
+        )
+        return row.request.pages[start // self.page_size : -(-end // self.page_size)]
 
     def _expect(self, condition: bool, problem: str) -> None:
         if not condition:
@@ -190,8 +208,17 @@ class FakeRunner:
         return slot.last_token
 
     def _prefill(self, row: PrefillRow) -> list[int]:
+        if row.start and row.initial_slot != row.request.slot:
+            source = self._slots[row.initial_slot]
+            self._slots[row.request.slot] = Slot(source.state, source.length)
+        kept = dict(row.snapshots)
         for position in range(row.start, row.end):
             self._feed(row.request, position, int(row.request.prompt_ids[position]))
+            if slot := kept.pop(position + 1, 0):
+                self._expect((position + 1) % 64 == 0, "snapshot off the grid")
+                now = self._slots[row.request.slot]
+                self._slots[slot] = Slot(now.state, now.length)
+        self._expect(not kept, "a snapshot outside its chunk")
         return [self._sample(row.request) if row.is_last else -1]
 
     def _decode(self, row, plan) -> list[int]:

@@ -57,7 +57,10 @@ def test_tokens_do_not_depend_on_the_schedule(requests, fields, pages):
     runner = FakeRunner(num_pages=pages, context_length=256)
     with serving(runner, **fields) as (engine, _):
         prompts = [prompt_of(length, i) for i, (length, _) in enumerate(requests)]
-        params = [SamplingParams(**values) for _, values in requests]
+        params = [
+            SamplingParams(**{**values, "min_tokens": min(values["min_tokens"], values["max_tokens"])})
+            for _, values in requests
+        ]
         results = engine.generate(prompts, params)
         engine.check_integrity()
         for result, prompt, settings_ in zip(results, prompts, params, strict=True):
@@ -275,6 +278,7 @@ def test_abort_in_each_phase(phase, overlap):
         if phase == "waiting":
             assert "victim" not in runner.admitted
         engine.check_integrity()
+        engine.flush_cache()
         assert engine._loop._scheduler.pages.available == 39
 
 

@@ -16,7 +16,7 @@ from serving_fakes import (
 
 from hybridjax.errors import EngineDeadError
 from hybridjax.serving.api import SamplingParams
-from hybridjax.serving.plan import DecodePlan, PrefillPlan, StepResult
+from hybridjax.serving.plan import DecodePlan, NotLaunchedError, PrefillPlan, StepResult
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -120,6 +120,23 @@ def test_steps_launched_after_a_failed_one_do_not_count():
         assert recorder.reason(request_id) == "error"
         assert recorder.tokens(request_id) == alone(engine, prompt_of(10), LONG)[: 1 + 4]
         assert runner.plans[-1].rows[0].position == 18, "was launched, and read only to be dropped"
+
+
+def test_a_row_that_the_device_cannot_take_fails_alone():
+    with serving() as (engine, runner):
+        recorder = Recorder()
+
+        def refuse_b(plan):
+            bad = [row.request for row in plan.rows if row.request.request_id == "b"]
+            if bad:
+                raise NotLaunchedError("planted", bad)
+
+        submit_together(engine, runner, recorder, [(name, 70, LONG) for name in "abc"], refuse_b)
+        recorder.wait(3)
+        expected = alone(engine, prompt_of(70), LONG)
+        assert recorder.reason("b") == "error"
+        assert recorder.tokens("a") == recorder.tokens("c") == expected
+        assert runner.recoveries == 0
 
 
 @pytest.mark.parametrize("recovery", ["refuses", "raises"])
@@ -250,11 +267,12 @@ def test_pools_that_contradict_themselves_are_replaced(corrupt):
         engine.check_integrity()
         second = engine.generate([prompt_of(70)] * 9, GREEDY)
         assert all(result.token_ids == first.token_ids for result in second)
+        engine.flush_cache()
         assert scheduler.pages.available == 39
 
 
 def test_a_request_whose_pages_were_freed_under_it_ends_and_serving_goes_on():
-    with serving() as (engine, runner):
+    with serving(disable_radix_cache=True) as (engine, runner):
         scheduler = engine._loop._scheduler
 
         def free_pages(plan):

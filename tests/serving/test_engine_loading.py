@@ -1,5 +1,6 @@
 """The engine with the real tokenizer code on a fake device, and loaded from a checkpoint directory."""
 
+import json
 from pathlib import Path
 
 import jax.numpy as jnp
@@ -75,6 +76,8 @@ def test_what_cannot_be_loaded_is_refused(tmp_path):
         Engine("no-such-model")
     with pytest.raises(CheckpointError, match="tokenizer"):
         Engine(str(GOLDEN), tokenizer_path=str(tmp_path))
+    with pytest.raises(ConfigError, match="implementation names op 'foo'"):
+        Engine(str(GOLDEN), implementation="foo=bar", skip_server_warmup=True)
     with pytest.raises(ConfigError, match="context_length"):
         Engine(str(GOLDEN), skip_tokenizer_init=True, context_length=10**6, compilation_cache_dir="")
 
@@ -92,3 +95,35 @@ def test_a_checkpoint_without_a_tokenizer_serves_token_ids():
         assert len(result.token_ids) == 3
         with pytest.raises(RequestError, match="no tokenizer"):
             engine.generate("text")
+
+
+def test_a_checkpoint_under_the_call_rule_is_not_served(tmp_path):
+    config = json.loads((GOLDEN / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps({**config, "dense_switch": "call"}))
+    with pytest.raises(ConfigError, match="dense_switch is 'call'; it must be 'position' for serving"):
+        Engine(str(tmp_path), skip_server_warmup=True)
+
+
+def test_an_extreme_but_legal_request_disturbs_nobody(byte_tokenizer):
+    """On the real runner: settings at the ends of their ranges beside a plain request."""
+    fields = {"context_length": 128, "max_running_requests": 4, "compilation_cache_dir": ""}
+    extremes = (
+        {"top_k": 2**31 - 1, "temperature": 100.0},
+        {"seed": -(2**63), "temperature": 1e-300, "repetition_penalty": 0.01},
+        {"seed": 2**63 - 1, "min_p": 1.0, "top_p": 0.0, "temperature": 1.0},
+        {"min_tokens": 4, "repetition_penalty": 100.0, "presence_penalty": -2.0, "frequency_penalty": 2.0},
+        {"logit_bias": {96: 100.0, 0: -100.0}, "logprobs": 20},
+    )
+    with Engine(str(GOLDEN), skip_server_warmup=True, **fields) as engine:
+        plain = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True)
+        alone = engine.generate([[1, 2, 3]], plain)[0].token_ids
+        for extreme in extremes:
+            params = [SamplingParams(**{"max_tokens": 4, "ignore_eos": True, **extreme}), plain]
+            odd, same = engine.generate([[4, 5], [1, 2, 3]], params)
+            assert (odd.finish_reason, len(odd.token_ids)) == ("length", 4)
+            assert same.token_ids == alone
+        with pytest.raises(RequestError, match="min_tokens"):
+            engine.generate([4, 5], SamplingParams(max_tokens=None, min_tokens=2**31 - 1))
+        with pytest.raises(RequestError, match="the prompt is empty"):
+            engine.tokenizer = byte_tokenizer
+            engine.generate("")

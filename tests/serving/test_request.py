@@ -116,3 +116,30 @@ def test_a_chunk_that_does_not_end_the_prompt_cannot_be_the_last(start, end, is_
     PrefillRow(request, 64, 70, True)
     with pytest.raises(ValueError):
         PrefillRow(request, start, end, is_last)
+
+
+def test_min_tokens_must_fit_into_what_can_be_generated():
+    assert make(min_tokens=5, max_tokens=5).min_position == 8
+    error = refused(min_tokens=6, max_tokens=5)
+    assert (error.param, "at most max_tokens, 5 here" in str(error)) == ("min_tokens", True)
+    assert refused(min_tokens=2**31 - 1, max_tokens=None).param == "min_tokens"
+
+
+NUMBERS = ("temperature", "top_k", "top_p", "min_p", "min_tokens")
+PENALTIES = ("repetition_penalty", "presence_penalty", "frequency_penalty")
+
+
+@pytest.mark.parametrize("name", [*NUMBERS, *PENALTIES])
+@pytest.mark.parametrize("value", [None, "1", True, float("nan"), float("inf"), -1000])
+def test_settings_that_are_no_numbers_in_range(name, value):
+    assert refused(**{name: value}).param == name
+
+
+@pytest.mark.parametrize("name", ["stop", "stop_token_ids", "logit_bias"])
+@pytest.mark.parametrize("value", [None, 3, [None], [1.5], [-1], {1: "x"}, {"1": 1.0}, [""], object()])
+def test_lists_that_hold_something_else(name, value):
+    assert refused(**{name: value}).param == name
+
+
+def test_what_may_be_left_open():
+    assert make(max_tokens=None, seed=None, logprobs=None).max_tokens == 97

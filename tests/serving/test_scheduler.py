@@ -45,8 +45,22 @@ def decodes(plan) -> list[tuple[str, int, int]]:
     return [(row.request.request_id, row.position, row.steps) for row in plan.rows]
 
 
+TRUNK = np.random.default_rng(7).integers(0, 101, 640)
+
+
+def make_related(name: str, length: int, fork: int, **params) -> Request:
+    """A prompt that follows a common trunk up to ``fork`` and then goes its own way."""
+    prompt = TRUNK[:length].copy()
+    prompt[fork:] = np.random.default_rng(sum(map(ord, name))).integers(0, 101, max(0, length - fork))
+    return make_request(name, prompt, SamplingParams(**params), LIMITS, seed=11)
+
+
 class Serving(RuleBasedStateMachine):
-    """Random arrivals, aborts, launches and reads against the model's own sequential answer."""
+    """Random arrivals, aborts, launches and reads against the model's own sequential answer.
+
+    Prompts share prefixes of every length around page and tile borders, pools are so small that the
+    cache must evict, and it may be flushed at any time.
+    """
 
     @initialize(
         page_size=st.sampled_from([16, 64, 128]),
@@ -55,8 +69,10 @@ class Serving(RuleBasedStateMachine):
         slots=st.integers(2, 6),
         tokens=st.sampled_from([640, 1280, 2560]),
         tiles=st.integers(1, 8),
+        caching=st.booleans(),
+        interval=st.sampled_from([128, 256, 8192]),
     )
-    def start(self, page_size, chunk, steps, slots, tokens, tiles):
+    def start(self, page_size, chunk, steps, slots, tokens, tiles, caching, interval):
         self.runner = FakeRunner(
             num_pages=tokens // page_size + 1,
             num_slots=slots,
@@ -70,6 +86,9 @@ class Serving(RuleBasedStateMachine):
             max_prefill_tiles=tiles,
             chunked_prefill_size=chunk,
             num_decode_steps=steps,
+            max_running=max(1, slots - 2),
+            prefix_caching=caching,
+            snapshot_interval=interval,
         )
         self.in_flight = collections.deque()
         self.requests: list[Request] = []
@@ -82,9 +101,11 @@ class Serving(RuleBasedStateMachine):
         temperature=st.sampled_from([0.0, 1.0]),
         min_tokens=st.sampled_from([0, 0, 3]),
         seed=st.integers(0, 3),
+        fork=st.sampled_from([0, 63, 64, 65, 128, 191, 192, 300]),
     )
-    def arrive(self, length, **params):
-        request = make(f"r{len(self.requests)}", length, **params)
+    def arrive(self, length, fork, **params):
+        params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
+        request = make_related(f"r{len(self.requests)}", length, fork, **params)
         self.requests.append(request)
         self.tokens[request] = []
         self.scheduler.add(request)
@@ -129,6 +150,10 @@ class Serving(RuleBasedStateMachine):
         unfinished = [request for request in self.requests if request.finish_reason is None]
         self.scheduler.finish(data.draw(st.sampled_from(unfinished)), "abort")
 
+    @rule()
+    def flush(self):
+        self.scheduler.flush_cache()
+
     @invariant()
     def integrity(self):
         self.scheduler.check_integrity()
@@ -142,6 +167,7 @@ class Serving(RuleBasedStateMachine):
             if self.in_flight:
                 self.read()
             self.integrity()
+        self.scheduler.flush_cache()
         assert self.scheduler.pages.available == self.scheduler.pages.capacity
         assert self.scheduler.slots.available == self.scheduler.slots.capacity
         for request in self.requests:
@@ -431,3 +457,98 @@ def test_pools_are_rebuilt_only_when_nobody_holds_anything():
     scheduler.rebuild_pools()
     scheduler.check_integrity()
     assert scheduler.pages.available == 39
+
+
+def drain(scheduler, runner):
+    """Runs everything to the end; returns the prefill rows in order."""
+    rows = []
+    while (plan := scheduler.next_plan()) is not None:
+        runner.read(runner.launch(plan))
+        for row in plan.rows:
+            scheduler.confirm(row)
+            if row.request.computed == row.request.limit:
+                scheduler.finish(row.request, "length")
+        rows += plan.rows if isinstance(plan, PrefillPlan) else ()
+    assert runner.violations == []
+    return [(row.request.request_id, row.start, row.end) for row in rows]
+
+
+def test_a_repeated_prompt_is_computed_from_its_last_grid_point():
+    scheduler, runner = scheduler_of(prefix_caching=True), FakeRunner()
+    for name in "ab":
+        scheduler.add(make_related(name, 300, 300, max_tokens=1))
+    first = scheduler.next_plan()
+    assert isinstance(first, PrefillPlan)
+    assert [row.request.request_id for row in first.rows] == ["a", "b"], "b came before a was known"
+    runner.read(runner.launch(first))
+    for row in first.rows:
+        scheduler.confirm(row)
+        if row.is_last:
+            scheduler.finish(row.request, "length")
+    drain(scheduler, runner)
+    scheduler.add(make_related("c", 300, 300, max_tokens=1))
+    assert drain(scheduler, runner) == [("c", 256, 300)]
+
+
+def test_a_branch_costs_the_second_prompt_and_helps_the_third():
+    scheduler, runner = scheduler_of(prefix_caching=True), FakeRunner()
+    computed = []
+    for name in "abc":
+        scheduler.add(make_related(name, 300, 140, max_tokens=1))
+        computed += drain(scheduler, runner)
+    assert computed == [("a", 0, 300), ("b", 0, 300), ("c", 128, 300)]
+
+
+def test_between_snapshots_a_branch_resumes_at_the_one_before_and_leaves_its_own():
+    scheduler, runner = scheduler_of(prefix_caching=True, snapshot_interval=256), FakeRunner()
+    computed = []
+    for name, fork in (("a", 600), ("b", 400), ("c", 400)):
+        scheduler.add(make_related(name, 600, fork, max_tokens=1))
+        computed.append(drain(scheduler, runner)[0])
+    assert computed == [("a", 0, 512), ("b", 256, 600), ("c", 384, 600)]
+
+
+def test_a_long_prompt_leaves_snapshots_along_the_way():
+    scheduler, runner = scheduler_of(prefix_caching=True, snapshot_interval=128), FakeRunner()
+    scheduler.add(make_related("a", 600, 600, max_tokens=1))
+    drain(scheduler, runner)
+    assert scheduler.cache.num_snapshots == 5  # 128, 256, 384, 512 and the end at 576
+    scheduler.add(make_related("b", 600, 400, max_tokens=1))
+    assert drain(scheduler, runner)[0] == ("b", 384, 600)
+
+
+def test_an_abort_between_launch_and_read_leaves_nothing_to_the_cache():
+    scheduler, runner = scheduler_of(prefix_caching=True), FakeRunner()
+    request = make_related("a", 300, 300, max_tokens=1)
+    scheduler.add(request)
+    plan = scheduler.next_plan()
+    runner.launch(plan)
+    scheduler.finish(request, "abort")
+    scheduler.check_integrity()
+    assert (scheduler.cache.num_pages, scheduler.cache.num_snapshots) == (0, 0)
+    assert scheduler.slots.available == scheduler.slots.capacity
+
+
+def test_an_aborted_prefill_leaves_only_what_was_computed():
+    scheduler = scheduler_of(prefix_caching=True, chunked_prefill_size=128)
+    runner = FakeRunner()
+    request = make_related("a", 600, 600, max_tokens=1)
+    scheduler.add(request)
+    for expected in (2, 4):
+        plan = scheduler.next_plan()
+        runner.read(runner.launch(plan))
+        scheduler.confirm(plan.rows[0])
+        assert scheduler.cache.num_pages == expected
+    scheduler.next_plan()
+    scheduler.finish(request, "abort")
+    assert scheduler.cache.num_pages == 4
+
+
+def test_cached_pages_and_snapshots_make_room_for_requests():
+    scheduler = scheduler_of(prefix_caching=True, num_pages=11, num_slots=3, max_running=2)
+    runner = FakeRunner(num_pages=11, num_slots=3)
+    for i, name in enumerate("abcd"):
+        scheduler.add(make_related(name, 500, 10 * i, max_tokens=1))
+        assert drain(scheduler, runner)[0] == (name, 0, 500)
+        scheduler.check_integrity()
+    assert scheduler.pages.available + scheduler.cache.num_pages == 10

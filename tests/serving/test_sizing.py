@@ -53,9 +53,11 @@ def test_released_model_needs_what_the_specification_says():
 
 
 def test_flags_decide_the_pools(model):
-    flags = EngineConfig(max_running_requests=4, max_total_tokens=1000, context_length=512)
+    flags = EngineConfig(
+        max_running_requests=4, max_total_tokens=1000, context_length=512, max_mamba_cache_size=7
+    )
     sizes = pool_sizes(flags, model, free_bytes=2**24)
-    assert sizes.num_slots == 5
+    assert sizes.num_slots == 1 + 4 + 7
     assert sizes.num_pages == 1 + 16  # 1000 tokens in whole pages
     assert (sizes.max_running_requests, sizes.max_total_tokens) == (4, 1024)
     assert sizes.context_length == 512
@@ -63,8 +65,9 @@ def test_flags_decide_the_pools(model):
 
 def test_memory_decides_what_flags_leave_open(model):
     free = 100 * PAGE_BYTES + 5 * SLOT_BYTES
-    sizes = pool_sizes(EngineConfig(max_running_requests=4), model, free_bytes=free)
-    assert sizes.num_pages == 100
+    flags = EngineConfig(max_running_requests=4, disable_radix_cache=True)
+    sizes = pool_sizes(flags, model, free_bytes=free)
+    assert (sizes.num_pages, sizes.num_slots) == (100, 5)
     assert sizes.context_length == 4096
 
 
