@@ -13,6 +13,8 @@ from flax import nnx
 
 from hybridjax.checkpoints.bundled import resolve
 from hybridjax.checkpoints.directory import listing, open_weights
+from hybridjax.checkpoints.generation import FILE as GENERATION_CONFIG
+from hybridjax.checkpoints.generation import generation_config
 from hybridjax.checkpoints.json_files import read_object
 from hybridjax.checkpoints.parameters import Parameter, parameters_of
 from hybridjax.checkpoints.safetensors_file import SafetensorsFile
@@ -50,10 +52,12 @@ def load_model(
 
     Returns:
       The nnx module of the architecture that config.json names (``hybridjax.models.ARCHITECTURES``).
+      If there is a generation_config.json, its ``generation`` attribute holds that, so that saving the
+      model keeps it.
 
     Raises:
-      CheckpointError: there is no such model, its architecture is unknown, a file is malformed, or the
-        tensors are not exactly those that the architecture needs.
+      CheckpointError: there is no such model, its architecture is unknown, a file is malformed or has
+        a value out of range, or the tensors are not exactly those that the architecture needs.
       ConfigError: dtype is not one of those above.
     """
     return load_directory(
@@ -78,6 +82,7 @@ def load_directory(
     architecture, config = read_config(directory, architectures)
     if dtype is not None and dtype != "auto":
         config = dataclasses.replace(config, dtype=_dtype_name(dtype))
+    generation = generation_config(directory, getattr(config, "vocab_size", None))
     weights = open_weights(directory)
     model = nnx.eval_shape(
         lambda: architecture.model(config, dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(0))
@@ -85,6 +90,8 @@ def load_directory(
     parameters = parameters_of(model)
     _check_tensors(directory, type(model).__name__, config, parameters, weights)
     _fill(model, parameters, weights, sharding, progress)
+    if (directory / GENERATION_CONFIG).exists():
+        model.generation = generation
     return model
 
 

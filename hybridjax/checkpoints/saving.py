@@ -12,6 +12,7 @@ import numpy as np
 
 from hybridjax.checkpoints.directory import INDEX, SINGLE
 from hybridjax.checkpoints.generation import FILE as GENERATION_CONFIG
+from hybridjax.checkpoints.generation import GenerationDefaults
 from hybridjax.checkpoints.json_files import write_object
 from hybridjax.checkpoints.parameters import Parameter, parameters_of
 from hybridjax.checkpoints.safetensors_file import write_safetensors
@@ -47,6 +48,9 @@ def save_pretrained(
     written to a temporary directory beside the target and renamed at the end, so a crash leaves either
     the old state or the new one. A checkpoint that is there already is replaced.
 
+    A loaded model keeps what its JSON files said beyond what is read here, except ``auto_map``: it names
+    code that would not be in the new directory.
+
     Args:
       model: a module of one of the registered architectures.
       directory: the directory to create or replace.
@@ -67,7 +71,7 @@ def save_pretrained(
     try:
         _write_tensors(staging, parameters_of(model), max_shard_bytes)
         write_object(staging / "config.json", _config_dict(model))
-        write_object(staging / GENERATION_CONFIG, _generation_dict(model.config))
+        write_object(staging / GENERATION_CONFIG, _generation_dict(model))
         for file in tokenizer_files:
             shutil.copyfile(file, staging / file.name)
         for name, content in extra_files.items():
@@ -179,13 +183,16 @@ def _config_dict(model: Any) -> dict[str, Any]:
     return out | {name: bytes_of.most_common(1)[0][0]}
 
 
-def _generation_dict(config: Any) -> dict[str, Any]:
-    out: dict[str, Any] = {"do_sample": True}
-    for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-        value = getattr(config, name, None)
-        if value is not None:
-            out[name] = list(value) if isinstance(value, tuple) else value
-    return out
+def _generation_dict(model: Any) -> dict[str, Any]:
+    generation = getattr(model, "generation", None)
+    if generation is None:
+        generation = GenerationDefaults(
+            do_sample=True,
+            eos_token_id=getattr(model.config, "eos_token_id", None),
+            bos_token_id=getattr(model.config, "bos_token_id", None),
+            pad_token_id=getattr(model.config, "pad_token_id", None),
+        )
+    return generation.to_dict()
 
 
 def _write_tensors(directory: Path, parameters: list[Parameter], max_shard_bytes: int) -> None:

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from hybridjax.configs.frozen_dict import FrozenDict
 from hybridjax.configs.validation import check, finite_floats, positive_int, take
 from hybridjax.errors import ConfigError
 
@@ -86,7 +87,12 @@ class SparseConfig:
 
 @dataclasses.dataclass(frozen=True)
 class MiniCPMSALAConfig:
-    """See the field table in the module's source. Lengths are in tokens, sizes in elements."""
+    """See the field table in the module's source. Lengths are in tokens, sizes in elements.
+
+    ``extra`` holds the fields of a config.json that mean nothing here, so that saving a loaded model
+    keeps them; those of its ``sparse_config`` are under that name. ``auto_map`` is never kept: it names
+    code that comes with a checkpoint and that other tools would run.
+    """
 
     vocab_size: int = 73448
     hidden_size: int = 4096
@@ -125,11 +131,13 @@ class MiniCPMSALAConfig:
     # "position": a query is answered as a decode step would (docs/design.md). "call": the released
     # code's rule, by the length of the whole call; teacher-forced calls only.
     dense_switch: str = "position"
+    extra: Mapping[str, Any] = FrozenDict()
 
     architecture = "MiniCPMSALAForCausalLM"
     model_type = "minicpm_sala"
 
     def __post_init__(self):
+        object.__setattr__(self, "extra", FrozenDict(self.extra))
         finite_floats(self)
         for name in (
             "vocab_size",
@@ -223,7 +231,7 @@ class MiniCPMSALAConfig:
                 raise ConfigError(f"{name} is {raw[name]!r}; supported: {', '.join(map(repr, allowed))}")
         fields: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
-            if field.name in ("mixer_types", "sparse_config", "eos_token_id", "dtype"):
+            if field.name in ("mixer_types", "sparse_config", "eos_token_id", "dtype", "extra"):
                 continue
             if field.name in raw:
                 fields[field.name] = take(raw, field.name, field.type)
@@ -252,29 +260,35 @@ class MiniCPMSALAConfig:
             )
         else:
             raise ConfigError(f"sparse_config is {sparse!r}; allowed: an object or null")
-        return cls(**fields)
+        known = cls(**fields)
+        return dataclasses.replace(known, extra=_unknown(raw, known.to_dict()))
 
     def to_dict(self) -> dict[str, Any]:
         """The ``config.json`` that the released code reads."""
         out = dataclasses.asdict(self)
+        extra = dict(out.pop("extra"))
         dtype = out.pop("dtype")
         if out["dense_switch"] == "position":
             del out["dense_switch"]
         out["mixer_types"] = list(self.mixer_types)
         out["eos_token_id"] = list(self.eos_token_id)
-        out["sparse_config"]["use_nope"] = False
-        return {
+        sparse = {"use_nope": False, **extra.pop("sparse_config", {})}
+        out["sparse_config"] = sparse | out["sparse_config"]
+        out = {
             "architectures": [self.architecture],
             "model_type": self.model_type,
             **out,
             "attention_bias": False,
             "attention_dropout": 0.0,
             "rope_scaling": None,
-            "mup_denominator": 32,
-            "use_cache": True,
+            **_UNUSED,
             "torch_dtype": dtype,
         }
+        return out | {name: value for name, value in extra.items() if name in _UNUSED or name not in out}
 
+
+# Fields that the released code has and that mean nothing here, with its defaults.
+_UNUSED = {"mup_denominator": 32, "use_cache": True}
 
 # Fields that exist in released configs and have one supported meaning.
 _FIXED = {
@@ -283,6 +297,18 @@ _FIXED = {
     "rope_scaling": (None,),
     "lightning_layerwise_decay": (False,),
 }
+
+
+def _unknown(raw: Mapping[str, Any], written: Mapping[str, Any]) -> dict[str, Any]:
+    """What ``raw`` says beyond ``written``, which is what its known fields make of it."""
+    known = written.keys() | {"dtype", "dense_switch", "auto_map"}
+    extra = {k: v for k, v in raw.items() if k not in known or (k in _UNUSED and v != _UNUSED[k])}
+    sparse = {
+        k: v
+        for k, v in (raw.get("sparse_config") or {}).items()
+        if k not in written["sparse_config"] or (k == "use_nope" and v is not False)
+    }
+    return extra | ({"sparse_config": sparse} if sparse else {})
 
 
 def _mixer_types(value: Any, layers: int) -> tuple[str, ...]:

@@ -335,6 +335,8 @@ def parse_value(name: str, text: str, kind: Any) -> Any:
         item = typing.get_args(kind)[0]
         return tuple(parse_value(name, part.strip(), item) for part in text.split(",") if part.strip())
     options = typing.get_args(kind) if origin in (types.UnionType, typing.Union) else (kind,)
+    if not all(option in _PARSERS for option in options):
+        raise ConfigError(f"{name} cannot be set here")
     for option in sorted(options, key=_strictness):
         try:
             return _PARSERS[option](text)

@@ -15,13 +15,11 @@ from safetensors.numpy import load_file
 
 from hybridjax.checkpoints import (
     check_target,
-    generation_config,
     load_config,
     load_model,
     save_pretrained,
     saving,
 )
-from hybridjax.checkpoints.generation import GenerationDefaults
 from hybridjax.configs import MiniCPMSALAConfig
 from hybridjax.errors import CheckpointError
 from hybridjax.models.minicpm_sala import MiniCPMSALA
@@ -250,36 +248,47 @@ def test_tokenizer_files_are_copied(tmp_path):
         save_pretrained(model, tmp_path / "out", tokenizer_dir=source)
 
 
-def test_generation_defaults_of_a_saved_model(tmp_path):
-    save_pretrained(load_model(GOLDENS / "dense"), tmp_path / "out")
-    assert generation_config(tmp_path / "out") == GenerationDefaults(
-        eos_token_id=(2, 96), bos_token_id=1, pad_token_id=2, do_sample=True
+def test_a_loaded_model_keeps_what_its_files_say_beyond_what_is_read(tmp_path, golden):
+    strange = {
+        "mup_denominator": 16,
+        "use_cache": False,
+        "head_plan": [{"a": [1, 2.5, None]}, "é"],
+        "extra": {"deep": {"er": [[]]}},
+        "lightning_layerwise_decay": False,
+    }
+    sparse = {"use_nope": True, "plan": [1]}
+    raw = json.loads((golden / "config.json").read_text())
+    edit_config(
+        golden, **strange, sparse_config=raw["sparse_config"] | sparse, auto_map={"AutoModel": "code.py"}
     )
+    generation = {
+        "temperature": 0.6,
+        "top_p": 0.9,
+        "do_sample": False,
+        "eos_token_id": [96],
+        "num_beams": 3,
+        "suppress_tokens": [[4, 5]],
+    }
+    (golden / "generation_config.json").write_text(json.dumps(generation))
+    model = load_model(golden)
+    assert hash(model.config) == hash(load_config(golden)) and hash(model.generation)
+    for target in (tmp_path / "first", tmp_path / "second"):
+        save_pretrained(model, target)
+        saved = json.loads((target / "config.json").read_text())
+        assert saved.items() >= strange.items() and saved["sparse_config"].items() >= sparse.items()
+        assert "auto_map" not in saved
+        assert json.loads((target / "generation_config.json").read_text()) == generation
+        again = load_model(target)
+        assert_equal_models(model, again)
+        assert model.generation == again.generation
+        model = again
+    assert content(tmp_path / "first") == content(tmp_path / "second")
 
 
-def test_generation_defaults_are_read(tmp_path):
-    assert generation_config(tmp_path) == GenerationDefaults()
-    values = {"eos_token_id": 7, "temperature": 1, "top_p": 0.8, "top_k": 20, "do_sample": False, "other": []}
-    (tmp_path / "generation_config.json").write_text(json.dumps(values))
-    defaults = generation_config(tmp_path)
-    assert (defaults.eos_token_id, defaults.temperature, defaults.top_p) == ((7,), 1, 0.8)
-    assert (defaults.top_k, defaults.do_sample, defaults.min_p) == (20, False, None)
-
-
-@pytest.mark.parametrize(
-    ("values", "message"),
-    [
-        ({"eos_token_id": "x"}, "eos_token_id is 'x'; it must be an id or a list of ids"),
-        ({"eos_token_id": [True]}, "eos_token_id"),
-        ({"temperature": "hot"}, "temperature is 'hot'; it must be of type int or float"),
-        ({"temperature": float("nan")}, "temperature is nan"),
-        ({"top_k": 1.5}, "top_k is 1.5; it must be of type int"),
-        ({"top_k": True}, "top_k is True"),
-        ({"do_sample": 1}, "do_sample is 1; it must be of type bool"),
-        ([], "must be an object"),
-    ],
-)
-def test_broken_generation_defaults(tmp_path, values, message: str):
-    (tmp_path / "generation_config.json").write_text(json.dumps(values))
-    with pytest.raises(CheckpointError, match=message):
-        generation_config(tmp_path)
+def test_a_model_with_generation_defaults_computes_as_before(golden):
+    ids = np.asarray([[1, 5, 9]], np.int32)
+    expected = load_model(golden)(ids)
+    (golden / "generation_config.json").write_text('{"temperature": 0.5, "other": [1]}')
+    model = load_model(golden)
+    assert np.array_equal(nnx.merge(*nnx.split(model))(ids), expected)
+    assert nnx.jit(lambda m, ids: m(ids))(model, ids).shape == expected.shape

@@ -1,14 +1,17 @@
 """Configurations: what released files say is read exactly, what cannot work is refused by name."""
 
 import argparse
+import copy
 import dataclasses
 import json
+import pickle
 from pathlib import Path
 
 import pytest
 
 from hybridjax.configs import EngineConfig, MiniCPMSALAConfig, ServerConfig, SparseConfig
 from hybridjax.configs.flags import add_flags, from_flags, readable_int
+from hybridjax.configs.frozen_dict import FrozenDict
 from hybridjax.configs.minicpm_sala import LINEAR, SPARSE
 from hybridjax.errors import ConfigError
 
@@ -31,6 +34,32 @@ def test_defaults_are_the_released_model():
 def test_writing_and_reading_a_config_changes_nothing():
     for config in (MiniCPMSALAConfig(), MiniCPMSALAConfig.from_dict(GOLDEN)):
         assert MiniCPMSALAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+
+
+def test_fields_that_mean_nothing_here_are_kept():
+    raw = {**GOLDEN, "mup_denominator": 16, "plan": {"a": [1]}, "auto_map": {"AutoModel": "code.py"}}
+    config = MiniCPMSALAConfig.from_dict(raw)
+    assert config.extra == {"mup_denominator": 16, "plan": {"a": (1,)}}
+    assert MiniCPMSALAConfig.from_dict(json.loads(json.dumps(config.to_dict()))) == config
+    assert config != MiniCPMSALAConfig.from_dict(GOLDEN)
+    assert hash(config) == hash(MiniCPMSALAConfig.from_dict(raw))
+    known = dataclasses.replace(config, extra={"hidden_size": 1, "sparse_config": {"topk": 1, "new": 2}})
+    assert known.to_dict()["hidden_size"] == GOLDEN["hidden_size"]
+    assert known.to_dict()["sparse_config"].items() >= {"topk": 5, "new": 2}.items()
+
+
+def test_what_a_config_keeps_cannot_change():
+    kept = FrozenDict({"a": [{"b": 1}]})
+    assert kept == {"a": ({"b": 1},)}
+    assert copy.deepcopy(kept) == pickle.loads(pickle.dumps(kept)) == kept  # noqa: S301
+    for change in (
+        lambda: kept.update(a=1),
+        lambda: kept["a"][0].pop("b"),
+        lambda: kept.__setitem__("a", 1),
+        kept.clear,
+    ):
+        with pytest.raises(TypeError, match="cannot be changed"):
+            change()
 
 
 def test_aliases_and_short_lists_of_mixers():

@@ -126,3 +126,9 @@ def test_the_last_steps_see_long_sequences_and_as_many_tokens(config):
 def test_settings_that_are_not_finite_are_refused(name: str, value: str):
     with pytest.raises(ConfigError, match=f"{name} is (nan|inf); it must be finite"):
         override(EXPERIMENTS["tiny_sala"](), f"{name}={value}")
+
+
+@pytest.mark.parametrize("assignment", ["model.extra=1", "model.extra.x=1"])
+def test_what_is_no_plain_value_cannot_be_set(assignment):
+    with pytest.raises(ConfigError, match="model.extra"):
+        override(EXPERIMENTS["tiny_sala"](), assignment)
