@@ -235,6 +235,10 @@ class FrontDoor(Protocol):
         """
         ...
 
+    def flush_cache(self) -> None:
+        """Forgets every cached prefix, between two steps; running requests are untouched."""
+        ...
+
     def abort(self, request_id: str) -> None:
         """Ends a request soon; its last event says "abort". An unknown or finished id is ignored."""
         ...

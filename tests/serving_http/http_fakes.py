@@ -143,6 +143,7 @@ class FakeEngine:
         self.script: Callable[[Sequence[int], SamplingParams], Iterator[Any]] = alphabet
         self.submit_error: Exception | None = None
         self.cached_tokens = 0
+        self.flushes = 0
         self.budget: int | None = None
         self.emitted = 0
         self.live: dict[str, _Live] = {}
@@ -189,6 +190,9 @@ class FakeEngine:
             self.aborts[request_id] += 1
             self._to_abort.append(request_id)
             self._changed.notify_all()
+
+    def flush_cache(self) -> None:
+        self.flushes += 1
 
     def shutdown(self) -> None:
         with self._changed:

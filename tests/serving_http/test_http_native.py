@@ -375,3 +375,27 @@ def test_the_server_is_described_without_its_keys(serve: Any, engine: FakeEngine
         assert set(info["versions"]) >= {"python", "jax", "hybridjax"}
         assert "api_key" not in info and "admin_api_key" not in info
         assert "secret" not in reply.text
+
+
+def test_flushing_the_cache_is_for_operators(serve: Any, engine: FakeEngine):
+    server = serve(api_key="user", admin_api_key="admin")
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as http:
+        assert http.post("/flush_cache", headers={"authorization": "Bearer user"}).status_code == 401
+        assert engine.flushes == 0
+        reply = http.post("/flush_cache", headers={"authorization": "Bearer admin"})
+        assert (reply.json(), engine.flushes) == ({"success": True}, 1)
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/generate", {"text": ""}, "text"),
+        ("/generate", {"text": ["a", ""]}, "text"),
+        ("/v1/completions", {"prompt": ""}, "prompt"),
+        ("/v1/completions", {"prompt": ["a", ""]}, "prompt"),
+    ],
+)
+def test_an_empty_text_is_refused(http: httpx.Client, path: str, body: dict[str, Any], param: str):
+    reply = http.post(path, json=body)
+    assert (reply.status_code, reply.json()["error"]["param"]) == (400, param)
+    assert "empty" in reply.json()["error"]["message"]

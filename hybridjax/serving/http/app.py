@@ -84,6 +84,7 @@ def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: Serve
     route("/generate", native.generate, "POST", openapi_extra=_documented(GenerateRequest))
     route("/tokenize", native.tokenize, "POST", openapi_extra=_documented(TokenizeRequest))
     route("/detokenize", native.detokenize, "POST", openapi_extra=_documented(DetokenizeRequest))
+    route("/flush_cache", native.flush_cache, "POST")
     route("/abort_request", native.abort_request, "POST", openapi_extra=_documented(AbortRequest))
     route("/health_generate", native.health_generate, "GET")
     for path in ("/model_info", "/get_model_info"):

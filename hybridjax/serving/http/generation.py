@@ -224,7 +224,9 @@ class Front:
     def encode(
         self, tokenizer: TextTokenizer, text: str, param: str, *, add_special_tokens: bool = True
     ) -> list[int]:
-        """Token ids of a prompt; raises RequestError for what no context holds, before any work."""
+        """Token ids of a prompt; raises RequestError for an empty one and for what no context holds."""
+        if not text:
+            raise RequestError(f"{param} is empty; it must have at least one character", param=param)
         context = self.engine.info.context_length
         if tokenizer.too_long(text, context):
             raise RequestError(

@@ -173,6 +173,10 @@ class NativeRoutes:
             raise RequestError("rid is missing", param="rid", code="missing_required_parameter")
         return {"aborted": self._front.lifecycle.abort(body.rid)}
 
+    async def flush_cache(self, request: Request) -> dict[str, Any]:
+        await run_in_threadpool(self._front.engine.flush_cache)
+        return {"success": True}
+
     async def tokenize(self, request: Request) -> dict[str, Any]:
         body = parse(await json_body(request), TokenizeRequest)
         tokenizer = self._need_tokenizer()
