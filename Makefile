@@ -32,7 +32,7 @@ serve: .venv/serve.stamp
 	$(BIN)/python -m hybridjax.serve --model-path $(MODEL) $(ARGS)
 
 test: .venv/dev.stamp
-	$(BIN)/python -m pytest -n auto $(ARGS)
+	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

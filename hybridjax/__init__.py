@@ -12,14 +12,14 @@ if TYPE_CHECKING:
     from hybridjax.checkpoints import save_pretrained as save_pretrained
     from hybridjax.serving import Engine as Engine
     from hybridjax.serving import SamplingParams as SamplingParams
-    from hybridjax.text import load_tokenizer as load_tokenizer
+    from hybridjax.checkpoints import load_tokenizer as load_tokenizer
 
 __version__ = "0.1.0"
 
 _HOME = {
     "load_model": "hybridjax.checkpoints",
     "save_pretrained": "hybridjax.checkpoints",
-    "load_tokenizer": "hybridjax.text",
+    "load_tokenizer": "hybridjax.checkpoints",
     "Engine": "hybridjax.serving",
     "SamplingParams": "hybridjax.serving",
 }

@@ -3,7 +3,7 @@
 Orbax is imported only by ``hybridjax.checkpoints.orbax_checkpoints``, which serving never needs.
 """
 
-from hybridjax.checkpoints.bundled import bundled_models, resolve
+from hybridjax.checkpoints.bundled import bundled_models, load_tokenizer, resolve
 from hybridjax.checkpoints.generation import GenerationDefaults, generation_config
 from hybridjax.checkpoints.loading import load_config, load_model
 from hybridjax.checkpoints.saving import check_target, save_pretrained
@@ -15,6 +15,7 @@ __all__ = [
     "generation_config",
     "load_config",
     "load_model",
+    "load_tokenizer",
     "resolve",
     "save_pretrained",
 ]

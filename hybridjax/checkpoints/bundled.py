@@ -2,7 +2,9 @@
 
 from pathlib import Path
 
+from hybridjax import text
 from hybridjax.errors import CheckpointError
+from hybridjax.text import Tokenizer
 
 _HOME = Path(__file__).parent.parent / "bundled"
 
@@ -30,3 +32,9 @@ def resolve(path_or_name: str | Path) -> Path:
         f"{str(path_or_name)!r} is neither a directory nor a bundled model (bundled: {names}); "
         "hybridjax makes no downloads, so fetch the checkpoint first and give its directory"
     )
+
+
+def load_tokenizer(path_or_name: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
+    """The tokenizer of a directory, of a tokenizer.json file or of a bundled model; see ``hybridjax.text``."""
+    is_file = Path(path_or_name).is_file()
+    return text.load_tokenizer(path_or_name if is_file else resolve(path_or_name), chat_template)

@@ -157,3 +157,9 @@ def test_shutdown_frees_the_device():
         "left = sum(a.nbytes for a in jax.live_arrays()); print(left); assert left < 2**20, left"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_the_tokenizer_is_found_by_the_model_s_name():
+    tokenizer = hybridjax.load_tokenizer("tiny-sala")
+    text = "def f(x):\n    return x\n"
+    assert tokenizer.decode(tokenizer.encode(text)) == text
