@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from hybridjax.checkpoints import load_model as load_model
+    from hybridjax.checkpoints import load_tokenizer as load_tokenizer
     from hybridjax.checkpoints import save_pretrained as save_pretrained
     from hybridjax.serving import Engine as Engine
     from hybridjax.serving import SamplingParams as SamplingParams
-    from hybridjax.checkpoints import load_tokenizer as load_tokenizer
 
 __version__ = "0.1.0"
 

@@ -35,6 +35,6 @@ def resolve(path_or_name: str | Path) -> Path:
 
 
 def load_tokenizer(path_or_name: str | Path, chat_template: str | Path | None = None) -> Tokenizer:
-    """The tokenizer of a directory, of a tokenizer.json file or of a bundled model; see ``hybridjax.text``."""
+    """The tokenizer of a directory, a tokenizer.json file or a bundled model; see ``hybridjax.text``."""
     is_file = Path(path_or_name).is_file()
     return text.load_tokenizer(path_or_name if is_file else resolve(path_or_name), chat_template)
