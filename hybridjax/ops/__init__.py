@@ -1,7 +1,7 @@
 """Ops: readable definitions, XLA paths, and the selection of implementations."""
 
 from hybridjax.ops.block_attention import block_attention
-from hybridjax.ops.dispatch import OPS, Op, override
+from hybridjax.ops.dispatch import OPS, Op, override, parse_override
 from hybridjax.ops.infllm import select_blocks, update_compressed
 from hybridjax.ops.norms import gated, rms_norm, swiglu
 from hybridjax.ops.rotary import rotary
@@ -13,6 +13,7 @@ __all__ = [
     "block_attention",
     "gated",
     "override",
+    "parse_override",
     "rms_norm",
     "rotary",
     "select_blocks",

@@ -114,9 +114,8 @@ class Op:
             return function(*args, **kwargs)
 
 
-@contextlib.contextmanager
-def override(spec: str | None) -> Iterator[None]:
-    """Forces implementations while programs are traced; ``spec`` is 'op=name[,op=name]' or None.
+def parse_override(spec: str | None) -> dict[str, str]:
+    """Op names to implementation names from 'op=name[,op=name]' or None.
 
     Raises:
       ConfigError: an unknown op or implementation.
@@ -129,7 +128,13 @@ def override(spec: str | None) -> Iterator[None]:
         if name not in OPS[op].names:
             raise ConfigError(f"op {op!r} has no implementation {name!r}; it has {OPS[op].names}")
         forced[op] = name
-    token = _forced.set(forced)
+    return forced
+
+
+@contextlib.contextmanager
+def override(spec: str | None) -> Iterator[None]:
+    """Forces implementations while programs are traced; see parse_override."""
+    token = _forced.set(parse_override(spec))
     try:
         yield
     finally:

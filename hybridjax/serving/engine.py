@@ -287,14 +287,13 @@ def _load(config: EngineConfig) -> tuple[Runner, Any, tuple[int, ...]]:
     import jax
 
     from hybridjax.checkpoints import generation_config, load_config, load_model, resolve
-    from hybridjax.ops import override
+    from hybridjax.ops import parse_override
     from hybridjax.serving.runner import ModelRunner, enable_compilation_cache
     from hybridjax.serving.sizing import pool_sizes
     from hybridjax.text import load_tokenizer
 
     directory = resolve(config.model_path)
-    with override(config.implementation):
-        pass  # names that do not exist are told before anything is loaded
+    parse_override(config.implementation)  # names that do not exist are told before anything is loaded
     architecture = load_config(directory)
     if getattr(architecture, "dense_switch", "position") != "position":
         raise ConfigError(

@@ -15,6 +15,7 @@ from hybridjax.serving.engine import Engine
 from hybridjax.serving.output import TextSource
 from hybridjax.serving.plan import NotLaunchedError, Plan, PrefillPlan, PrefillRow, StepResult
 from hybridjax.serving.request import Limits, Request, make_request
+from hybridjax.serving.scheduler import Scheduler
 
 MASK = 2**64 - 1
 START = 0x9E3779B97F4A7C15
@@ -355,3 +356,26 @@ def submit_together(engine, runner, recorder, requests, then=None):
         if i == 0:
             assert entered.wait(60)
     release.set()
+
+
+LIMITS = Limits(context_length=640, vocab_size=101, eos_tokens=(2, 3))
+TRUNK = np.random.default_rng(7).integers(0, 101, 640)
+
+
+def make_related(name: str, length: int, fork: int, **params) -> Request:
+    """A prompt that follows a common trunk up to ``fork`` and then goes its own way."""
+    prompt = TRUNK[:length].copy()
+    prompt[fork:] = np.random.default_rng(sum(map(ord, name))).integers(0, 101, max(0, length - fork))
+    return make_request(name, prompt, SamplingParams(**params), LIMITS, seed=11)
+
+
+def scheduler_of(**changes) -> Scheduler:
+    arguments: dict = {
+        "num_pages": 40,
+        "num_slots": 9,
+        "page_size": 64,
+        "max_running": 8,
+        "max_prefill_tiles": 8,
+        "num_decode_steps": 4,
+    }
+    return Scheduler(**(arguments | changes))

@@ -5,34 +5,20 @@ import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
-from serving_fakes import FakeRunner, expected_tokens
+from serving_fakes import LIMITS, FakeRunner, expected_tokens, make_related, scheduler_of
 
 from hybridjax.serving.api import SamplingParams
 from hybridjax.serving.plan import DecodePlan, DecodeRow, PrefillPlan, PrefillRow
 from hybridjax.serving.pools import PoolError
-from hybridjax.serving.request import Limits, Request, make_request
-from hybridjax.serving.scheduler import Scheduler
+from hybridjax.serving.request import Request, make_request
 
 LENGTHS = [1, 2, 63, 64, 65, 127, 128, 129, 192, 300]
-LIMITS = Limits(context_length=640, vocab_size=101, eos_tokens=(2, 3))
 
 
 def make(name: str, length: int, **params) -> Request:
     # Not Python's hash of a str, which differs between processes.
     prompt = np.random.default_rng(sum(map(ord, name)) + length).integers(0, 101, length)
     return make_request(name, prompt, SamplingParams(**params), LIMITS, seed=11)
-
-
-def scheduler_of(**changes) -> Scheduler:
-    arguments: dict = {
-        "num_pages": 40,
-        "num_slots": 9,
-        "page_size": 64,
-        "max_running": 8,
-        "max_prefill_tiles": 8,
-        "num_decode_steps": 4,
-    }
-    return Scheduler(**(arguments | changes))
 
 
 def chunks(plan) -> list[tuple[str, int, int, bool]]:
@@ -43,16 +29,6 @@ def chunks(plan) -> list[tuple[str, int, int, bool]]:
 def decodes(plan) -> list[tuple[str, int, int]]:
     assert isinstance(plan, DecodePlan)
     return [(row.request.request_id, row.position, row.steps) for row in plan.rows]
-
-
-TRUNK = np.random.default_rng(7).integers(0, 101, 640)
-
-
-def make_related(name: str, length: int, fork: int, **params) -> Request:
-    """A prompt that follows a common trunk up to ``fork`` and then goes its own way."""
-    prompt = TRUNK[:length].copy()
-    prompt[fork:] = np.random.default_rng(sum(map(ord, name))).integers(0, 101, max(0, length - fork))
-    return make_request(name, prompt, SamplingParams(**params), LIMITS, seed=11)
 
 
 class Serving(RuleBasedStateMachine):
@@ -457,98 +433,3 @@ def test_pools_are_rebuilt_only_when_nobody_holds_anything():
     scheduler.rebuild_pools()
     scheduler.check_integrity()
     assert scheduler.pages.available == 39
-
-
-def drain(scheduler, runner):
-    """Runs everything to the end; returns the prefill rows in order."""
-    rows = []
-    while (plan := scheduler.next_plan()) is not None:
-        runner.read(runner.launch(plan))
-        for row in plan.rows:
-            scheduler.confirm(row)
-            if row.request.computed == row.request.limit:
-                scheduler.finish(row.request, "length")
-        rows += plan.rows if isinstance(plan, PrefillPlan) else ()
-    assert runner.violations == []
-    return [(row.request.request_id, row.start, row.end) for row in rows]
-
-
-def test_a_repeated_prompt_is_computed_from_its_last_grid_point():
-    scheduler, runner = scheduler_of(prefix_caching=True), FakeRunner()
-    for name in "ab":
-        scheduler.add(make_related(name, 300, 300, max_tokens=1))
-    first = scheduler.next_plan()
-    assert isinstance(first, PrefillPlan)
-    assert [row.request.request_id for row in first.rows] == ["a", "b"], "b came before a was known"
-    runner.read(runner.launch(first))
-    for row in first.rows:
-        scheduler.confirm(row)
-        if row.is_last:
-            scheduler.finish(row.request, "length")
-    drain(scheduler, runner)
-    scheduler.add(make_related("c", 300, 300, max_tokens=1))
-    assert drain(scheduler, runner) == [("c", 256, 300)]
-
-
-def test_a_branch_costs_the_second_prompt_and_helps_the_third():
-    scheduler, runner = scheduler_of(prefix_caching=True), FakeRunner()
-    computed = []
-    for name in "abc":
-        scheduler.add(make_related(name, 300, 140, max_tokens=1))
-        computed += drain(scheduler, runner)
-    assert computed == [("a", 0, 300), ("b", 0, 300), ("c", 128, 300)]
-
-
-def test_between_snapshots_a_branch_resumes_at_the_one_before_and_leaves_its_own():
-    scheduler, runner = scheduler_of(prefix_caching=True, snapshot_interval=256), FakeRunner()
-    computed = []
-    for name, fork in (("a", 600), ("b", 400), ("c", 400)):
-        scheduler.add(make_related(name, 600, fork, max_tokens=1))
-        computed.append(drain(scheduler, runner)[0])
-    assert computed == [("a", 0, 512), ("b", 256, 600), ("c", 384, 600)]
-
-
-def test_a_long_prompt_leaves_snapshots_along_the_way():
-    scheduler, runner = scheduler_of(prefix_caching=True, snapshot_interval=128), FakeRunner()
-    scheduler.add(make_related("a", 600, 600, max_tokens=1))
-    drain(scheduler, runner)
-    assert scheduler.cache.num_snapshots == 5  # 128, 256, 384, 512 and the end at 576
-    scheduler.add(make_related("b", 600, 400, max_tokens=1))
-    assert drain(scheduler, runner)[0] == ("b", 384, 600)
-
-
-def test_an_abort_between_launch_and_read_leaves_nothing_to_the_cache():
-    scheduler, runner = scheduler_of(prefix_caching=True), FakeRunner()
-    request = make_related("a", 300, 300, max_tokens=1)
-    scheduler.add(request)
-    plan = scheduler.next_plan()
-    runner.launch(plan)
-    scheduler.finish(request, "abort")
-    scheduler.check_integrity()
-    assert (scheduler.cache.num_pages, scheduler.cache.num_snapshots) == (0, 0)
-    assert scheduler.slots.available == scheduler.slots.capacity
-
-
-def test_an_aborted_prefill_leaves_only_what_was_computed():
-    scheduler = scheduler_of(prefix_caching=True, chunked_prefill_size=128)
-    runner = FakeRunner()
-    request = make_related("a", 600, 600, max_tokens=1)
-    scheduler.add(request)
-    for expected in (2, 4):
-        plan = scheduler.next_plan()
-        runner.read(runner.launch(plan))
-        scheduler.confirm(plan.rows[0])
-        assert scheduler.cache.num_pages == expected
-    scheduler.next_plan()
-    scheduler.finish(request, "abort")
-    assert scheduler.cache.num_pages == 4
-
-
-def test_cached_pages_and_snapshots_make_room_for_requests():
-    scheduler = scheduler_of(prefix_caching=True, num_pages=11, num_slots=3, max_running=2)
-    runner = FakeRunner(num_pages=11, num_slots=3)
-    for i, name in enumerate("abcd"):
-        scheduler.add(make_related(name, 500, 10 * i, max_tokens=1))
-        assert drain(scheduler, runner)[0] == (name, 0, 500)
-        scheduler.check_integrity()
-    assert scheduler.pages.available + scheduler.cache.num_pages == 10
