@@ -51,7 +51,8 @@ class EngineConfig:
     page_size: int | None = _field(None, "tokens per K/V page (default: the model's sparse block)")
     disable_radix_cache: bool = _field(False, "compute every prompt from its first token")
     max_mamba_cache_size: int | None = _field(
-        None, "snapshots of recurrent state that the prefix cache may hold (default: by free memory)"
+        None,
+        "prefix-cache snapshots that fit beside all running requests (default: by free memory)",
     )
     num_continuous_decode_steps: int = _field(4, "decode steps that run per dispatch")
     disable_overlap_schedule: bool = _field(

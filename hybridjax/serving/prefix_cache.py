@@ -155,7 +155,7 @@ class PrefixCache:
         freed, kept = 0, []
         while freed < count and self._leaves:
             used, serial, node = heapq.heappop(self._leaves)
-            if node.parent is None or node.children or node.last_used != used:
+            if not _is_current((used, serial, node)):
                 continue
             if node.locks or self._pages.references(node.page) > 1:
                 kept.append((used, serial, node))
@@ -239,6 +239,10 @@ class PrefixCache:
         node.last_used = next(self._clock)
         if not node.children:
             heapq.heappush(self._leaves, (node.last_used, next(self._serial), node))
+        if len(self._leaves) > 2 * self._num_nodes + 64:
+            # Every use of a leaf leaves its former entry behind; without this, hits alone would grow it.
+            self._leaves = [entry for entry in self._leaves if _is_current(entry)]
+            heapq.heapify(self._leaves)
 
     def _remove(self, node: _Node) -> None:
         """Takes a leaf out of the tree; its parent inherits the recency and may become a leaf."""
@@ -258,3 +262,9 @@ class PrefixCache:
         self._slots.release(node.snapshot)
         node.snapshot = 0
         del self._snapshots[node]
+
+
+def _is_current(entry: tuple[int, int, _Node]) -> bool:
+    """Whether an entry still describes a leaf of the tree and its last use."""
+    used, _, node = entry
+    return node.parent is not None and not node.children and node.last_used == used

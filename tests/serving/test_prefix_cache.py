@@ -113,6 +113,18 @@ def test_a_second_snapshot_of_the_same_state_is_refused():
     assert cache.has_snapshot(tokens("abcdefgh"), 8)
 
 
+def test_hits_alone_do_not_make_the_cache_grow():
+    cache, page_pool, slot_pool = cache_of()
+    pages = remember(cache, page_pool, slot_pool, "abcdefgh", snapshot=8)
+    for _ in range(500):
+        cache.match(tokens("abcdefghi"))
+        cache.unlock()
+        cache.insert(tokens("abcdefgh"), pages, 8)
+    assert len(cache._leaves) <= 2 * cache.num_pages + 65
+    cache.check_integrity()
+    assert cache.evict_pages(5) == 2
+
+
 def test_flush_gives_everything_back_but_what_requests_hold():
     cache, page_pool, slot_pool = cache_of()
     remember(cache, page_pool, slot_pool, "abcdefgh", snapshot=8)
