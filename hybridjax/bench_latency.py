@@ -12,28 +12,24 @@ import numpy as np
 from hybridjax.benchmarking import offline, report
 from hybridjax.benchmarking.datasets import Item, random_prompts
 from hybridjax.benchmarking.statistics import spread
-from hybridjax.configs.flags import add_flags, from_flags
+from hybridjax.configs.flags import add_flags, flag, from_flags
 from hybridjax.configs.serving import EngineConfig
 from hybridjax.configs.validation import check, positive_int
 
 NAME = "hybridjax.bench_latency"
 
 
-def _field(default: Any, help: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help})
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class LatencyBenchConfig(EngineConfig):
     """The engine's flags and those of the batch."""
 
-    batch_size: int = _field(8, "requests that run together")
-    input_len: int = _field(256, "prompt tokens of each")
-    output_len: int = _field(32, "tokens to generate for each")
-    num_iters: int = _field(5, "measured batches")
-    warmup_iters: int = _field(1, "batches before the first measured one")
-    seed: int = _field(1, "of the prompts")
-    output_file: str | None = _field(None, "append the closing JSON line to this file")
+    batch_size: int = flag(8, "requests that run together")
+    input_len: int = flag(256, "prompt tokens of each")
+    output_len: int = flag(32, "tokens to generate for each")
+    num_iters: int = flag(5, "measured batches")
+    warmup_iters: int = flag(1, "batches before the first measured one")
+    seed: int = flag(1, "of the prompts")
+    output_file: str | None = flag(None, "append the closing JSON line to this file")
 
     def __post_init__(self):
         super().__post_init__()

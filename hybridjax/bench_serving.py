@@ -21,38 +21,34 @@ from hybridjax.benchmarking.datasets import DatasetConfig, Workload, as_text, lo
 from hybridjax.benchmarking.load import Client, Outcome, check_target, import_httpx, run_load, warmup_item
 from hybridjax.benchmarking.protocols import PATHS, AnswerError
 from hybridjax.benchmarking.statistics import arrival_times, parse_goodput
-from hybridjax.configs.flags import add_flags, from_flags
+from hybridjax.configs.flags import add_flags, flag, from_flags
 from hybridjax.configs.validation import check, positive_int
 from hybridjax.errors import ConfigError, HybridJaxError
-
-
-def _field(default: Any, help: str, **metadata: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help, **metadata})
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ServingBenchConfig(DatasetConfig):
     """The workload's flags and those of the load; names follow SGLang's benchmark."""
 
-    backend: str = _field("hybridjax", "interface to use", choices=list(PATHS))
-    base_url: str | None = _field(None, "server, e.g. http://127.0.0.1:30000 (default: from host and port)")
-    host: str = _field("127.0.0.1", "server's address")
-    port: int = _field(30000, "server's port")
-    allow_remote: bool = _field(False, "allow a server on another machine")
-    model: str | None = _field(None, "model to ask for (default: the first in /v1/models)")
-    tokenizer: str | None = _field(
+    backend: str = flag("hybridjax", "interface to use", choices=list(PATHS))
+    base_url: str | None = flag(None, "server, e.g. http://127.0.0.1:30000 (default: from host and port)")
+    host: str = flag("127.0.0.1", "server's address")
+    port: int = flag(30000, "server's port")
+    allow_remote: bool = flag(False, "allow a server on another machine")
+    model: str | None = flag(None, "model to ask for (default: the first in /v1/models)")
+    tokenizer: str | None = flag(
         None, "directory with tokenizer.json (default: that of a bundled model, or of --model if a directory)"
     )
-    api_key: str | None = _field(None, "sent as bearer token; not part of the results")
-    request_rate: float = _field(math.inf, "requests per second, arriving as a Poisson process; inf: at once")
-    max_concurrency: int | None = _field(None, "requests in flight at most")
-    warmup_requests: int = _field(1, "requests before the clock starts")
-    disable_stream: bool = _field(False, "ask for whole answers; only end-to-end latency is known then")
-    disable_ignore_eos: bool = _field(False, "let the model end its completions")
-    extra_request_body: str | None = _field(None, "JSON object: fields to add to each request or replace")
-    timeout: float = _field(600.0, "seconds without a byte after which a request has failed")
-    output_file: str | None = _field(None, "append the closing JSON line to this file")
-    output_details: bool = _field(False, "with each request's numbers in the file")
+    api_key: str | None = flag(None, "sent as bearer token; not part of the results")
+    request_rate: float = flag(math.inf, "requests per second, arriving as a Poisson process; inf: at once")
+    max_concurrency: int | None = flag(None, "requests in flight at most")
+    warmup_requests: int = flag(1, "requests before the clock starts")
+    disable_stream: bool = flag(False, "ask for whole answers; only end-to-end latency is known then")
+    disable_ignore_eos: bool = flag(False, "let the model end its completions")
+    extra_request_body: str | None = flag(None, "JSON object: fields to add to each request or replace")
+    timeout: float = flag(600.0, "seconds without a byte after which a request has failed")
+    output_file: str | None = flag(None, "append the closing JSON line to this file")
+    output_details: bool = flag(False, "with each request's numbers in the file")
 
     def __post_init__(self):
         super().__post_init__()

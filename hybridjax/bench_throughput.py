@@ -10,7 +10,7 @@ from typing import Any
 from hybridjax.benchmarking import offline, report
 from hybridjax.benchmarking.datasets import DatasetConfig, Workload, load_dataset
 from hybridjax.benchmarking.statistics import spread
-from hybridjax.configs.flags import add_flags, from_flags
+from hybridjax.configs.flags import add_flags, flag, from_flags
 from hybridjax.configs.serving import EngineConfig
 from hybridjax.configs.validation import check, positive_int
 from hybridjax.errors import ConfigError
@@ -18,17 +18,13 @@ from hybridjax.errors import ConfigError
 NAME = "hybridjax.bench_throughput"
 
 
-def _field(default: Any, help: str) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help})
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class ThroughputBenchConfig(EngineConfig):
     """The engine's flags and those of the measurement; the workload's are ``DatasetConfig``."""
 
-    num_iters: int = _field(3, "measured runs of the whole workload, each with prompts of its own seed")
-    warmup_iters: int = _field(1, "runs before the first measured one")
-    output_file: str | None = _field(None, "append the closing JSON line to this file")
+    num_iters: int = flag(3, "measured runs of the whole workload, each with prompts of its own seed")
+    warmup_iters: int = flag(1, "runs before the first measured one")
+    output_file: str | None = flag(None, "append the closing JSON line to this file")
 
     def __post_init__(self):
         super().__post_init__()

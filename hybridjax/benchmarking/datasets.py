@@ -3,11 +3,12 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
 
 import numpy as np
 
 from hybridjax.benchmarking.conversations import Row, read_rows
+from hybridjax.configs.flags import flag
 from hybridjax.configs.validation import check, positive_int
 from hybridjax.errors import ConfigError
 
@@ -21,36 +22,32 @@ _WORDS = (
 ).split()
 
 
-def _field(default: Any, help: str, **metadata: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help, **metadata})
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DatasetConfig:
     """Flags that describe a workload; names and meanings follow SGLang's benchmark."""
 
-    dataset_name: str = _field(
+    dataset_name: str = flag(
         "random",
         "random: text of random words or of --dataset-path; random-ids: random token ids; "
         "generated-shared-prefix: random ids behind common system prompts; sharegpt, custom: a file",
         choices=["random", "random-ids", "generated-shared-prefix", "sharegpt", "custom"],
     )
-    dataset_path: str | None = _field(None, "JSON or JSON Lines file with conversations or prompts")
-    num_prompts: int = _field(1000, "requests (generated-shared-prefix: groups x prompts per group)")
-    random_input_len: int = _field(1024, "longest random prompt in tokens")
-    random_output_len: int = _field(1024, "longest random completion in tokens")
-    random_range_ratio: float = _field(
+    dataset_path: str | None = flag(None, "JSON or JSON Lines file with conversations or prompts")
+    num_prompts: int = flag(1000, "requests (generated-shared-prefix: groups x prompts per group)")
+    random_input_len: int = flag(1024, "longest random prompt in tokens")
+    random_output_len: int = flag(1024, "longest random completion in tokens")
+    random_range_ratio: float = flag(
         0.0, "random lengths are uniform between this share of the longest and the longest; 1: all equal"
     )
-    sharegpt_output_len: int | None = _field(None, "completion length (default: that of the file's answer)")
-    sharegpt_context_len: int | None = _field(None, "leave out rows with more prompt + completion tokens")
-    gsp_num_groups: int = _field(64, "number of system prompts")
-    gsp_prompts_per_group: int = _field(16, "requests behind each system prompt")
-    gsp_system_prompt_len: int = _field(2048, "tokens of a system prompt")
-    gsp_question_len: int = _field(128, "tokens behind the system prompt")
-    gsp_output_len: int = _field(256, "completion tokens")
-    vocab_size: int | None = _field(None, "range of random token ids if there is no tokenizer")
-    seed: int = _field(1, "of prompts, lengths, order and arrival times")
+    sharegpt_output_len: int | None = flag(None, "completion length (default: that of the file's answer)")
+    sharegpt_context_len: int | None = flag(None, "leave out rows with more prompt + completion tokens")
+    gsp_num_groups: int = flag(64, "number of system prompts")
+    gsp_prompts_per_group: int = flag(16, "requests behind each system prompt")
+    gsp_system_prompt_len: int = flag(2048, "tokens of a system prompt")
+    gsp_question_len: int = flag(128, "tokens behind the system prompt")
+    gsp_output_len: int = flag(256, "completion tokens")
+    vocab_size: int | None = flag(None, "range of random token ids if there is no tokenizer")
+    seed: int = flag(1, "of prompts, lengths, order and arrival times")
 
     def __post_init__(self):
         sizes = ("num_prompts", "random_input_len", "random_output_len", "gsp_num_groups")

@@ -4,9 +4,9 @@ import itertools
 from collections.abc import Iterable
 from pathlib import Path
 
-from hybridjax.checkpoints.json_files import read_object
 from hybridjax.checkpoints.safetensors_file import SafetensorsFile
 from hybridjax.errors import CheckpointError
+from hybridjax.json_files import read_object
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

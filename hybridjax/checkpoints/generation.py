@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from hybridjax.checkpoints.bundled import resolve
-from hybridjax.checkpoints.json_files import read_object
 from hybridjax.configs.frozen_dict import FrozenDict
 from hybridjax.errors import CheckpointError
+from hybridjax.json_files import read_object
 
 FILE = "generation_config.json"
 

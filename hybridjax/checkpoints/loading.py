@@ -15,10 +15,10 @@ from hybridjax.checkpoints.bundled import resolve
 from hybridjax.checkpoints.directory import listing, open_weights
 from hybridjax.checkpoints.generation import FILE as GENERATION_CONFIG
 from hybridjax.checkpoints.generation import generation_config
-from hybridjax.checkpoints.json_files import read_object
 from hybridjax.checkpoints.parameters import Parameter, parameters_of
 from hybridjax.checkpoints.safetensors_file import SafetensorsFile
 from hybridjax.errors import CheckpointError, ConfigError
+from hybridjax.json_files import read_object
 from hybridjax.models import ARCHITECTURES, Architecture
 from hybridjax.models.base import Path as ParameterPath
 from hybridjax.registry import Registry

@@ -17,8 +17,8 @@ import numpy as np
 import orbax.checkpoint as ocp
 
 from hybridjax.checkpoints.directory import listing
-from hybridjax.checkpoints.json_files import read_object, write_object
 from hybridjax.errors import CheckpointError
+from hybridjax.json_files import read_object, write_object
 
 FORMAT_VERSION = 1
 _RUN_FILE = "training.json"

@@ -13,10 +13,10 @@ import numpy as np
 from hybridjax.checkpoints.directory import INDEX, SINGLE
 from hybridjax.checkpoints.generation import FILE as GENERATION_CONFIG
 from hybridjax.checkpoints.generation import GenerationDefaults
-from hybridjax.checkpoints.json_files import write_object
 from hybridjax.checkpoints.parameters import Parameter, parameters_of
 from hybridjax.checkpoints.safetensors_file import write_safetensors
 from hybridjax.errors import CheckpointError
+from hybridjax.json_files import write_object
 from hybridjax.models.base import TensorEntry
 
 TOKENIZER_FILES = (

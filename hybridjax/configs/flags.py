@@ -7,6 +7,11 @@ import typing
 from typing import Any
 
 
+def flag(default: Any, help: str, **metadata: Any) -> Any:
+    """A dataclass field with its help text; ``aliases`` and ``choices`` are what argparse calls so."""
+    return dataclasses.field(default=default, metadata={"help": help, **metadata})
+
+
 def add_flags(parser: argparse.ArgumentParser, config: type) -> None:
     """Adds ``--field-name`` for each field of the dataclass; booleans become switches."""
     for field in dataclasses.fields(config):

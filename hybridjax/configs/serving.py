@@ -7,12 +7,9 @@ import dataclasses
 import re
 from typing import Any
 
+from hybridjax.configs.flags import flag
 from hybridjax.configs.validation import check, positive_int, take
 from hybridjax.errors import ConfigError
-
-
-def _field(default: Any, help: str, **metadata: Any) -> Any:
-    return dataclasses.field(default=default, metadata={"help": help, **metadata})
 
 
 def _secret(help: str) -> Any:
@@ -26,46 +23,46 @@ class EngineConfig:
     ``None`` means: chosen from the model, the device and the free memory.
     """
 
-    model_path: str = _field(
+    model_path: str = flag(
         "tiny-sala", "checkpoint directory, or the name of a bundled model", aliases=["--model"]
     )
-    tokenizer_path: str | None = _field(None, "directory with tokenizer.json (default: the model's)")
-    skip_tokenizer_init: bool = _field(False, "serve token ids only, load no tokenizer")
-    dtype: str = _field(
+    tokenizer_path: str | None = flag(None, "directory with tokenizer.json (default: the model's)")
+    skip_tokenizer_init: bool = flag(False, "serve token ids only, load no tokenizer")
+    dtype: str = flag(
         "auto",
         "parameter and activation dtype; auto: the checkpoint's, float32 on a CPU",
         choices=["auto", "float32", "bfloat16", "float16"],
     )
-    context_length: int | None = _field(None, "longest prompt + completion in tokens (default: the model's)")
-    mem_fraction_static: float = _field(
+    context_length: int | None = flag(None, "longest prompt + completion in tokens (default: the model's)")
+    mem_fraction_static: float = flag(
         0.85, "share of the device memory that weights and state pools may take together"
     )
-    max_running_requests: int | None = _field(None, "requests that decode together")
-    max_queued_requests: int = _field(1024, "requests that may wait; more are refused with HTTP 503")
-    max_total_tokens: int | None = _field(None, "tokens that the K/V pools hold over all requests")
-    chunked_prefill_size: int | None = _field(
+    max_running_requests: int | None = flag(None, "requests that decode together")
+    max_queued_requests: int = flag(1024, "requests that may wait; more are refused with HTTP 503")
+    max_total_tokens: int | None = flag(None, "tokens that the K/V pools hold over all requests")
+    chunked_prefill_size: int | None = flag(
         None,
         "prompt tokens computed per prefill step, in whole pages; -1: whole prompts "
         "(default: 2048, on a CPU 512)",
     )
-    page_size: int | None = _field(None, "tokens per K/V page (default: the model's sparse block)")
-    disable_radix_cache: bool = _field(False, "compute every prompt from its first token")
-    max_mamba_cache_size: int | None = _field(
+    page_size: int | None = flag(None, "tokens per K/V page (default: the model's sparse block)")
+    disable_radix_cache: bool = flag(False, "compute every prompt from its first token")
+    max_mamba_cache_size: int | None = flag(
         None,
         "prefix-cache snapshots that fit beside all running requests (default: by free memory)",
     )
-    num_continuous_decode_steps: int = _field(4, "decode steps that run per dispatch")
-    disable_overlap_schedule: bool = _field(
+    num_continuous_decode_steps: int = flag(4, "decode steps that run per dispatch")
+    disable_overlap_schedule: bool = flag(
         False, "wait for each step's tokens before launching the next (for debugging)"
     )
-    random_seed: int = _field(0, "seed of requests that name none")
-    implementation: str | None = _field(
+    random_seed: int = flag(0, "seed of requests that name none")
+    implementation: str | None = flag(
         None, "op=name[,op=name]: force op implementations (default: the fastest that fits the device)"
     )
-    compilation_cache_dir: str | None = _field(
+    compilation_cache_dir: str | None = flag(
         None, "where compiled programs are kept (default: ~/.cache/hybridjax; '' disables)"
     )
-    skip_server_warmup: bool = _field(False, "compile each program at first use, not at start")
+    skip_server_warmup: bool = flag(False, "compile each program at first use, not at start")
 
     def __post_init__(self):
         for field in dataclasses.fields(self):
@@ -101,17 +98,17 @@ class EngineConfig:
 class ServerConfig(EngineConfig):
     """The engine's settings and those of the HTTP front."""
 
-    host: str = _field("127.0.0.1", "address to listen on")
-    port: int = _field(30000, "port to listen on (0: any free one)")
-    served_model_name: str | None = _field(None, "name in /v1/models (default: last part of model_path)")
-    chat_template: str | None = _field(None, "file with a Jinja chat template (default: the tokenizer's)")
-    log_level: str = _field("info", "log level", choices=["debug", "info", "warning", "error"])
-    drain_timeout: float = _field(30.0, "seconds that running requests get after SIGTERM")
-    max_request_bytes: int = _field(16 * 2**20, "largest HTTP body; larger ones get HTTP 413")
-    health_check_timeout: float = _field(20.0, "seconds that GET /health_generate waits for its token")
-    enable_metrics: bool = _field(False, "answer GET /metrics for Prometheus")
-    log_requests: bool = _field(False, "one line of JSON on stderr per finished request, without its text")
-    sampling_defaults: str = _field(
+    host: str = flag("127.0.0.1", "address to listen on")
+    port: int = flag(30000, "port to listen on (0: any free one)")
+    served_model_name: str | None = flag(None, "name in /v1/models (default: last part of model_path)")
+    chat_template: str | None = flag(None, "file with a Jinja chat template (default: the tokenizer's)")
+    log_level: str = flag("info", "log level", choices=["debug", "info", "warning", "error"])
+    drain_timeout: float = flag(30.0, "seconds that running requests get after SIGTERM")
+    max_request_bytes: int = flag(16 * 2**20, "largest HTTP body; larger ones get HTTP 413")
+    health_check_timeout: float = flag(20.0, "seconds that GET /health_generate waits for its token")
+    enable_metrics: bool = flag(False, "answer GET /metrics for Prometheus")
+    log_requests: bool = flag(False, "one line of JSON on stderr per finished request, without its text")
+    sampling_defaults: str = flag(
         "model",
         "what fields that a request leaves out mean: what the checkpoint's generation_config.json says, "
         "or OpenAI's defaults",

@@ -8,6 +8,7 @@ from typing import Any
 import tokenizers
 
 from hybridjax.errors import CheckpointError, RequestError
+from hybridjax.json_files import read_object
 from hybridjax.text.byte_alphabet import BYTE_OF_CHAR
 from hybridjax.text.chat_template import ChatTemplate
 from hybridjax.text.token_length import longest_token_bytes
@@ -208,15 +209,7 @@ class Tokenizer:
 
 
 def _read_json(file: Path) -> dict[str, Any]:
-    if not file.exists():
-        return {}
-    try:
-        value = json.loads(file.read_bytes())
-    except (OSError, ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file}: not JSON: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{file}: holds a {type(value).__name__}; it must be an object")
-    return value
+    return read_object(file) if file.exists() else {}
 
 
 def _check_settings(directory: Path, settings: Mapping[str, Any]) -> None:
