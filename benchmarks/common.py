@@ -2,8 +2,6 @@
 
 import json
 import os
-import platform
-import statistics
 import subprocess
 import time
 from collections.abc import Callable
@@ -12,21 +10,13 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hybridjax.benchmarking import offline
+from hybridjax.benchmarking.statistics import spread
+
 
 def environment() -> dict[str, Any]:
     """Device, versions and commit: what a number means nothing without."""
-    import flax
-
-    device = jax.devices()[0]
-    return {
-        "device": device.device_kind,
-        "platform": device.platform,
-        "host": platform.processor() or platform.machine(),
-        "python": platform.python_version(),
-        "jax": jax.__version__,
-        "flax": flax.__version__,
-        "commit": os.environ.get("COMMIT") or _commit(),
-    }
+    return {**offline.device(), "commit": os.environ.get("COMMIT") or _commit()}
 
 
 def _commit() -> str:
@@ -51,14 +41,6 @@ def times(run: Callable[[], Any], repeats: int, warmup: int = 2) -> dict[str, fl
         run()
         samples.append(time.perf_counter() - start)
     return spread(samples)
-
-
-def spread(samples: list[float]) -> dict[str, float]:
-    """Median, quartiles and count."""
-    if len(samples) < 2:
-        return {"median": samples[0], "q1": samples[0], "q3": samples[0], "n": 1}
-    q1, median, q3 = statistics.quantiles(samples, n=4)
-    return {"median": median, "q1": q1, "q3": q3, "n": len(samples)}
 
 
 def copy_bandwidth(elements: int) -> float:

@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from benchmarks.common import copy_bandwidth, environment, finish, matmul_rate, spread
+from benchmarks.common import copy_bandwidth, environment, finish, matmul_rate
 from hybridjax.batch import TILE, Batch, Mode
+from hybridjax.benchmarking.statistics import spread
 from hybridjax.configs import EngineConfig, MiniCPMSALAConfig
 from hybridjax.configs.minicpm_sala import SPARSE
 from hybridjax.models.minicpm_sala import MiniCPMSALA

@@ -18,9 +18,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from benchmarks.common import copy_bandwidth, environment, finish, spread
+from benchmarks.common import copy_bandwidth, environment, finish
+from hybridjax.benchmarking import offline
+from hybridjax.benchmarking.datasets import Item, random_prompts
+from hybridjax.benchmarking.statistics import spread
 from hybridjax.configs import EngineConfig, MiniCPMSALAConfig
-from hybridjax.serving import Engine, SamplingParams
+from hybridjax.serving import Engine
 
 
 def full_shape(layers: int, fields: dict) -> Engine:
@@ -32,11 +35,6 @@ def full_shape(layers: int, fields: dict) -> Engine:
     config = EngineConfig(model_path="full-shape", **fields)
     model = build(stack(MiniCPMSALAConfig(), layers), jnp.bfloat16)
     return Engine.from_parts(config, ModelRunner(model, config, pool_sizes(config, model)))
-
-
-def prompts(count: int, length: int, vocab: int, seed: int) -> list[list[int]]:
-    rng = np.random.default_rng(seed)
-    return rng.integers(5, vocab, (count, length)).tolist()
 
 
 class Clocked:
@@ -56,13 +54,12 @@ class Clocked:
 
 def measure(engine: Engine, concurrency: int, input_len: int, output_len: int, seed: int) -> dict:
     """One wave of ``concurrency`` requests submitted together."""
-    params = SamplingParams(temperature=0, max_tokens=output_len, ignore_eos=True)
-    batch = prompts(concurrency, input_len, engine.info.vocab_size, seed)
+    batch = items(engine, concurrency, input_len, output_len, seed)
     begin = time.perf_counter()
     clocks = []
-    for prompt in batch:
+    for item in batch:
         clocks.append(Clocked())
-        engine.submit(prompt, params, clocks[-1])
+        engine.submit(item.prompt, offline.greedy(item.output_len), clocks[-1])
     for clock in clocks:
         clock.done.wait()
     total = time.perf_counter() - begin
@@ -74,13 +71,10 @@ def measure(engine: Engine, concurrency: int, input_len: int, output_len: int, s
     }
 
 
-def check(engine: Engine, count: int, input_len: int) -> int:
-    """Requests whose tokens differ between running together and running alone."""
-    params = SamplingParams(temperature=0, max_tokens=24, ignore_eos=True)
-    batch = prompts(count, input_len, engine.info.vocab_size, 99)
-    together = engine.generate(batch, params)
-    alone = [engine.generate([prompt], params)[0] for prompt in batch]
-    return sum(a.token_ids != b.token_ids for a, b in zip(together, alone))
+def items(engine: Engine, count: int, input_len: int, output_len: int, seed: int) -> list[Item]:
+    """Random prompts of a wave."""
+    drawn = random_prompts(np.random.default_rng(seed), [input_len] * count, engine.info.vocab_size)
+    return [Item(prompt, input_len, output_len) for prompt in drawn]
 
 
 def weight_bytes(engine: Engine) -> int:
@@ -112,14 +106,13 @@ def main() -> int:
     ready = time.perf_counter() - start
     print(environment())
     print(f"{args.model}: ready after {ready:.1f} s")
-    differing = check(engine, min(8, max(levels)), args.input_len)
-    exact = jax.default_backend() == "cpu"
-    print(f"check: {differing} of {min(8, max(levels))} requests differ between together and alone")
-    if differing and exact:
-        print("the check failed; no times are printed")
+    passed, counts = offline.check_passes(
+        engine, items(engine, max(levels), args.input_len, args.output_len, seed=99)
+    )
+    if not passed:
         return 1
 
-    bandwidth = copy_bandwidth(2**30 if not exact else 2**26)
+    bandwidth = copy_bandwidth(2**26 if jax.default_backend() == "cpu" else 2**30)
     limit = weight_bytes(engine) / bandwidth
     print(f"copy {bandwidth / 1e9:.0f} GB/s; reading the weights once takes {limit * 1e3:.2f} ms")
     rows = []
@@ -144,7 +137,7 @@ def main() -> int:
         )
     engine.check_integrity()
     engine.shutdown()
-    finish("serving", rows, settings=vars(args), ready_seconds=ready, differing=differing)
+    finish("serving", rows, settings=vars(args), ready_seconds=ready, **counts)
     return 0
 
 

@@ -55,15 +55,13 @@ class Engine:
 
     def __init__(self, model_path: str = "tiny-sala", **fields: Any):
         config = _engine_config(model_path, fields)
-        defaults = _sampling_defaults(config)
-        self._set_up(config, *_load(config), sampling_defaults=defaults)
+        self._set_up(config, **_load(config))
 
     @classmethod
     def from_config(cls, config: EngineConfig) -> "Engine":
         """An engine for a complete configuration; raises what the constructor raises."""
         engine = cls.__new__(cls)
-        defaults = _sampling_defaults(config)
-        engine._set_up(config, *_load(config), sampling_defaults=defaults)
+        engine._set_up(config, **_load(config))
         return engine
 
     @classmethod
@@ -282,8 +280,8 @@ def _engine_config(model_path: str, fields: dict[str, Any]) -> EngineConfig:
     return EngineConfig(model_path=model_path, **fields)
 
 
-def _load(config: EngineConfig) -> tuple[Runner, Any, tuple[int, ...]]:
-    """Runner, tokenizer and the model's end tokens, read from a checkpoint directory."""
+def _load(config: EngineConfig) -> dict[str, Any]:
+    """What ``_set_up`` needs from a checkpoint directory; everything small is read before the weights."""
     import jax
 
     from hybridjax.checkpoints import generation_config, load_config, load_model, resolve
@@ -307,25 +305,29 @@ def _load(config: EngineConfig) -> tuple[Runner, Any, tuple[int, ...]]:
         tokenizer = load_tokenizer(config.tokenizer_path or directory)
     else:
         log.warning("%s has no tokenizer.json: only token ids are served", directory)
-    eos_tokens = generation_config(directory).eos_token_id
+    generation = generation_config(directory)
+    sampling_defaults = _sampling_defaults(directory, generation)
     on_cpu = jax.default_backend() == "cpu"
     model = load_model(directory, "float32" if config.dtype == "auto" and on_cpu else config.dtype)
     enable_compilation_cache(config.compilation_cache_dir)
     runner = ModelRunner(model, config, pool_sizes(config, model))
-    return runner, tokenizer, model.config.eos_token_id if eos_tokens is None else eos_tokens
+    named = generation.eos_token_id
+    return {
+        "runner": runner,
+        "tokenizer": tokenizer,
+        "eos_tokens": model.config.eos_token_id if named is None else named,
+        "sampling_defaults": sampling_defaults,
+    }
 
 
-def _sampling_defaults(config: EngineConfig) -> dict[str, float]:
+def _sampling_defaults(directory: Path, generation: Any) -> dict[str, float]:
     """What the checkpoint recommends for the fields that it names, as vLLM and SGLang read it."""
-    from hybridjax.checkpoints import generation_config
-
-    read = dataclasses.asdict(generation_config(config.model_path))
     names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-    found = {name: read[name] for name in names if read[name] is not None}
+    found = {name: value for name in names if (value := getattr(generation, name)) is not None}
     try:
         SamplingParams(**found)
     except RequestError as error:
-        raise CheckpointError(f"{config.model_path}: generation_config.json: {error}") from None
+        raise CheckpointError(f"{directory}: generation_config.json: {error}") from None
     return found
 
 
