@@ -2,12 +2,15 @@
 
 import asyncio
 import codecs
+import contextlib
 import dataclasses
 import threading
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from itertools import count
 from typing import Any
+
+import httpx
 
 from hybridjax.configs.serving import ServerConfig
 from hybridjax.errors import QueueFullError, RequestError
@@ -280,3 +283,18 @@ class RunningServer:
         self.server.stop()
         self.thread.join(PATIENCE)
         assert not self.thread.is_alive()
+
+
+@contextlib.contextmanager
+def fuzzed_server(context_length: int) -> Iterator[tuple[FakeEngine, httpx.Client]]:
+    """A server for random requests: healthy to the end, each of its requests ended exactly once."""
+    engine = FakeEngine(context_length=context_length)
+    engine.script = lambda prompt, params: iter([*"äb世".encode(), EOS])
+    server = RunningServer(engine)
+    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+        yield engine, client
+        assert client.get("/health").status_code == 200
+    server.settle()
+    server.stop()
+    engine.shutdown()
+    assert engine.ends == dict.fromkeys(engine.submitted, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import httpx
 import pytest
-from http_fakes import EOS, PATIENCE, FakeEngine, RunningServer
+from http_fakes import fuzzed_server
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
@@ -55,16 +55,8 @@ likely: dict[str, st.SearchStrategy[Any]] = {
 
 @pytest.fixture(scope="module")
 def http() -> Iterator[httpx.Client]:
-    engine = FakeEngine(context_length=64)
-    engine.script = lambda prompt, params: iter([*"äb世".encode(), EOS])
-    server = RunningServer(engine)
-    with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
+    with fuzzed_server(context_length=64) as (engine, client):
         yield client
-        assert client.get("/health").status_code == 200
-    server.settle()
-    server.stop()
-    engine.shutdown()
-    assert engine.ends == dict.fromkeys(engine.submitted, 1)
     assert len(engine.submitted) > 20
 
 
