@@ -292,6 +292,8 @@ def _load(config: EngineConfig) -> dict[str, Any]:
 
     directory = resolve(config.model_path)
     parse_override(config.implementation)  # names that do not exist are told before anything is loaded
+    generation = generation_config(directory)
+    sampling_defaults = _sampling_defaults(directory, generation)
     architecture = load_config(directory)
     if getattr(architecture, "dense_switch", "position") != "position":
         raise ConfigError(
@@ -305,8 +307,6 @@ def _load(config: EngineConfig) -> dict[str, Any]:
         tokenizer = load_tokenizer(config.tokenizer_path or directory)
     else:
         log.warning("%s has no tokenizer.json: only token ids are served", directory)
-    generation = generation_config(directory)
-    sampling_defaults = _sampling_defaults(directory, generation)
     on_cpu = jax.default_backend() == "cpu"
     model = load_model(directory, "float32" if config.dtype == "auto" and on_cpu else config.dtype)
     enable_compilation_cache(config.compilation_cache_dir)
