@@ -56,6 +56,11 @@ class Batch:
         (PREFILL).
       page_table: int32[B, P] pages of each sequence in order of position, 0 beyond its end.
       logit_rows: int32[R] rows whose logits are wanted.
+      rope_positions: int32[N, 3] temporal, vertical and horizontal positions for rotary embeddings; None:
+        all three are ``positions``.
+      ngram_rows: per PLE layer [N, E], the n-gram embeddings of each row; None: the model has the table.
+      features: [M, hidden] image features; feature_index: int32[N] the feature that replaces a row's token
+        embedding, -1 for none. Both None without images.
       parent, depth: int32[N] reserved for VERIFY: the tree's parent row and depth of each node.
       mode: the static mode.
       whole_length: tokens per sequence of a WHOLE batch, before padding to tiles; static.
@@ -70,6 +75,10 @@ class Batch:
     logit_rows: jax.Array
     initial_slot: jax.Array | None = None
     snapshot_slot: jax.Array | None = None
+    rope_positions: jax.Array | None = None
+    ngram_rows: tuple[jax.Array, ...] | None = None
+    features: jax.Array | None = None
+    feature_index: jax.Array | None = None
     parent: jax.Array | None = None
     depth: jax.Array | None = None
     mode: Mode = _static(default=Mode.PREFILL)
@@ -132,5 +141,53 @@ class RecurrentCache:
     state: jax.Array
 
 
-LayerCache = PagedCache | RecurrentCache
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class GatedDeltaCache:
+    """State of one Gated DeltaNet layer.
+
+    Fields:
+      state: float32[slots, Hv, Dk, Dv].
+      conv: [slots, K - 1, channels] the last inputs of the convolution, oldest first, in the model dtype.
+    """
+
+    state: jax.Array
+    conv: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class IndexedPagedCache:
+    """Keys, values and index keys of one indexed-attention layer (QSA).
+
+    Fields (G key/value heads of size D; index keys of size Di; blocks of ``ratio`` tokens):
+      keys, values: [pages, G, page_size, D].
+      index_keys: [pages, page_size / ratio, Di] compressed, normalised and rotated keys of complete blocks.
+      pending: [slots, ratio, Di] raw index keys of the last tokens; the token at position p in column
+        p % ratio.
+      pending_rope: int32[slots, 3] rotary position of the first token of the block in ``pending``.
+    """
+
+    keys: jax.Array
+    values: jax.Array
+    index_keys: jax.Array
+    pending: jax.Array
+    pending_rope: jax.Array
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NgramCache:
+    """State of one PLE (n-gram embedding) layer.
+
+    Fields:
+      conv: [slots, (K - 1) * dilation, C * hidden] the last inputs of the convolution, oldest first.
+      context: int32[slots, n - 1] the last token ids, oldest first.
+    """
+
+    conv: jax.Array
+    context: jax.Array
+
+
+LayerCache = PagedCache | RecurrentCache | GatedDeltaCache | IndexedPagedCache | NgramCache
 State = tuple[LayerCache, ...]
