@@ -5,13 +5,13 @@ from collections.abc import Iterator
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jax.core import Tracer
 
 from hybridjax.batch import Batch, LayerCache, PagedCache, Probe, RecurrentCache, State
 from hybridjax.configs import MiniCPMSALAConfig
 from hybridjax.configs.minicpm_sala import SPARSE
 from hybridjax.layers import Embedding, InfLLMAttention, LightningAttention, Linear, RMSNorm, SwiGLU
 from hybridjax.models.base import Path, StateSize, TensorEntry
+from hybridjax.models.common import checked_ids, prefixed, state_size
 from hybridjax.ops.infllm import PER_BLOCK
 
 
@@ -80,7 +80,7 @@ class MiniCPMSALA(nnx.Module):
           ValueError: another shape or dtype, nothing to compute, or ids outside the vocabulary (where
             their values are known, that is outside jit).
         """
-        input_ids = _checked_ids(input_ids, self.config.vocab_size)
+        input_ids = checked_ids(input_ids, self.config.vocab_size)
         length = input_ids.shape[1]
         hidden, _ = self.forward(Batch.whole(input_ids), None, probe)
         hidden = hidden.reshape(input_ids.shape[0], -1, hidden.shape[-1])[:, :length]
@@ -100,7 +100,7 @@ class MiniCPMSALA(nnx.Module):
             inner = None
             if probe is not None:
                 probe(f"layers.{i}.hidden", h)
-                inner = _prefixed(probe, f"layers.{i}.")
+                inner = prefixed(probe, f"layers.{i}.")
             if self.remat and state is None:
                 h, cache = nnx.remat(lambda layer, h: layer(h, batch, None))(layer, h)
             else:
@@ -126,15 +126,7 @@ class MiniCPMSALA(nnx.Module):
 
     def state_size(self) -> StateSize:
         """Bytes of sequence state per page and per slot, over all layers."""
-        shapes = jax.eval_shape(lambda: self.init_state(1, 1))
-        size = StateSize(0, 0)
-        for cache in shapes:
-            total = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(cache))
-            if isinstance(cache, PagedCache):
-                size = StateSize(size.per_page + total, size.per_slot)
-            else:
-                size = StateSize(size.per_page, size.per_slot + total)
-        return size
+        return state_size(self.init_state)
 
     def init_state(self, num_pages: int, num_slots: int) -> State:
         """Zeroed caches; page 0 and slot 0 belong to nobody."""
@@ -157,23 +149,6 @@ class MiniCPMSALA(nnx.Module):
     def checkpoint_entries(cls, config: MiniCPMSALAConfig) -> tuple[TensorEntry, ...]:
         """Every tensor of a checkpoint of this configuration (minicpm_sala 1.3)."""
         return tuple(_entries(config))
-
-
-def _checked_ids(input_ids: jax.Array, vocab: int) -> jax.Array:
-    ids = jnp.asarray(input_ids)
-    if ids.ndim != 2 or not ids.size or not jnp.issubdtype(ids.dtype, jnp.integer):
-        raise ValueError(
-            f"input_ids is {ids.dtype}{list(ids.shape)}; it must hold integers of shape [batch, length]"
-        )
-    if not isinstance(ids, Tracer):
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocab:
-            raise ValueError(f"input_ids holds ids from {low} to {high}; they must be in 0..{vocab - 1}")
-    return ids
-
-
-def _prefixed(probe: Probe, prefix: str) -> Probe:
-    return lambda name, value: probe(prefix + name, value)
 
 
 def _entries(config: MiniCPMSALAConfig) -> Iterator[TensorEntry]:
