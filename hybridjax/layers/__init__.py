@@ -1,18 +1,23 @@
 """Flax nnx modules that hold parameters only; all sequence state is passed in and returned."""
 
+from hybridjax.layers.indexed_attention import IndexedAttention
 from hybridjax.layers.infllm_attention import InfLLMAttention
 from hybridjax.layers.lightning_attention import LightningAttention
 from hybridjax.layers.linear import DenseWeight, Embedding, Linear
 from hybridjax.layers.mlp import SwiGLU
 from hybridjax.layers.norm import CenteredRMSNorm, RMSNorm
+from hybridjax.layers.sparse_moe import DenseExperts, SparseMoE
 
 __all__ = [
     "CenteredRMSNorm",
+    "DenseExperts",
     "DenseWeight",
     "Embedding",
+    "IndexedAttention",
     "InfLLMAttention",
     "LightningAttention",
     "Linear",
     "RMSNorm",
+    "SparseMoE",
     "SwiGLU",
 ]

@@ -1,26 +1,42 @@
 """Ops: readable definitions, XLA paths, and the selection of implementations."""
 
 from hybridjax.ops.block_attention import block_attention
+from hybridjax.ops.causal_conv import causal_conv
 from hybridjax.ops.dispatch import OPS, Op, override, parse_override
+from hybridjax.ops.experts import experts
+from hybridjax.ops.gated_delta import gated_delta_decode, gated_delta_prefill, gated_delta_whole
 from hybridjax.ops.history import history
+from hybridjax.ops.index_selection import SharedBlocks, select_index_blocks
 from hybridjax.ops.infllm import select_blocks, update_compressed
 from hybridjax.ops.norms import centered_rms_norm, gated, gated_rms_norm, rms_norm, swiglu
 from hybridjax.ops.rotary import rotary
+from hybridjax.ops.router import load_balancing_loss, route
+from hybridjax.ops.segment_attention import segment_attention
 from hybridjax.ops.simple_gla import simple_gla_decode, simple_gla_prefill, simple_gla_whole
 
 __all__ = [
     "OPS",
     "Op",
+    "SharedBlocks",
     "block_attention",
+    "causal_conv",
     "centered_rms_norm",
+    "experts",
     "gated",
+    "gated_delta_decode",
+    "gated_delta_prefill",
+    "gated_delta_whole",
     "gated_rms_norm",
     "history",
+    "load_balancing_loss",
     "override",
     "parse_override",
     "rms_norm",
     "rotary",
+    "route",
+    "segment_attention",
     "select_blocks",
+    "select_index_blocks",
     "simple_gla_decode",
     "simple_gla_prefill",
     "simple_gla_whole",
