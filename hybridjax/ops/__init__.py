@@ -8,6 +8,7 @@ from hybridjax.ops.gated_delta import gated_delta_decode, gated_delta_prefill, g
 from hybridjax.ops.history import history
 from hybridjax.ops.index_selection import SharedBlocks, select_index_blocks
 from hybridjax.ops.infllm import select_blocks, update_compressed
+from hybridjax.ops.ngram_hash import NgramHash, ngram_rows, ngram_windows
 from hybridjax.ops.norms import centered_rms_norm, gated, gated_rms_norm, rms_norm, swiglu
 from hybridjax.ops.rotary import rotary
 from hybridjax.ops.router import load_balancing_loss, route
@@ -16,6 +17,7 @@ from hybridjax.ops.simple_gla import simple_gla_decode, simple_gla_prefill, simp
 
 __all__ = [
     "OPS",
+    "NgramHash",
     "Op",
     "SharedBlocks",
     "block_attention",
@@ -29,6 +31,8 @@ __all__ = [
     "gated_rms_norm",
     "history",
     "load_balancing_loss",
+    "ngram_rows",
+    "ngram_windows",
     "override",
     "parse_override",
     "rms_norm",
