@@ -190,7 +190,18 @@ def experts_blocked(x, ids, weights, gate_up, down):
     return combine(out.reshape(-1, x.shape[1]), blocks.place, ids, weights).astype(x.dtype)
 
 
+def _hopper(*args) -> bool:
+    if platform() != "gpu":
+        return False
+    from hybridjax.pallas_kernels.experts.hopper import supports
+
+    return supports(*args)
+
+
 experts = Op("experts", _experts)
+experts.register(
+    "mosaic_gpu", "hybridjax.pallas_kernels.experts:experts_mosaic_gpu", platforms=("gpu",), supports=_hopper
+)
 experts.register("blocked", experts_blocked)
 experts.register("dense", _experts_dense)
 experts.register("gather", _experts_gather)
