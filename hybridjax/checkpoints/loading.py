@@ -1,7 +1,7 @@
 """Loads a model from a directory of config.json and safetensors files."""
 
 import dataclasses
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,15 +11,17 @@ import numpy as np
 import tqdm
 from flax import nnx
 
+from hybridjax.checkpoints import float8, ngram_tables
 from hybridjax.checkpoints.bundled import resolve
-from hybridjax.checkpoints.directory import listing, open_weights
+from hybridjax.checkpoints.checks import check_tensors, load_constants
+from hybridjax.checkpoints.directory import open_weights
 from hybridjax.checkpoints.generation import FILE as GENERATION_CONFIG
 from hybridjax.checkpoints.generation import generation_config
-from hybridjax.checkpoints.parameters import Parameter, parameters_of
+from hybridjax.checkpoints.parameters import Parameter, layout_of
 from hybridjax.checkpoints.safetensors_file import SafetensorsFile
 from hybridjax.errors import CheckpointError, ConfigError
 from hybridjax.json_files import read_object
-from hybridjax.models import ARCHITECTURES, Architecture
+from hybridjax.models import ARCHITECTURES, Architecture, TensorEntry
 from hybridjax.models.base import Path as ParameterPath
 from hybridjax.registry import Registry
 
@@ -27,7 +29,6 @@ Placement = jax.Device | jax.sharding.Sharding
 Sharding = Placement | Callable[[ParameterPath, tuple[int, ...]], Placement]
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
-_FLOATS = frozenset(jnp.dtype(name) for name in MODEL_DTYPES)
 
 
 def load_model(
@@ -36,11 +37,13 @@ def load_model(
     *,
     sharding: Sharding | None = None,
     progress: bool | None = None,
+    ple_offload: str = "device",
 ) -> Any:
     """Loads a model.
 
     All headers are checked before memory is allocated. Tensors are read from memory-mapped files and
-    put on the device one parameter at a time, so there are never two copies of the model.
+    put on the device one parameter at a time, so there are never two copies of the model. Tensors in
+    float8 (qwen4_exp 2.3) are decoded to ``dtype`` on the way.
 
     Args:
       path_or_name: a directory with config.json and safetensors files, or a bundled model's name.
@@ -49,6 +52,9 @@ def load_model(
       sharding: where parameters go: a device, a sharding, or a function from a parameter's path and
         shape to one of these; None: the default device.
       progress: whether to show a progress bar on stderr; None: only on a terminal.
+      ple_offload: where n-gram tables go (no other model heeds it): "device": they are parameters; "host":
+        into RAM; "mmap": they stay in the files, which must not change as long as the model lives. In the
+        last two cases the model's ``host_tables`` holds them, one HostTable per PLE layer.
 
     Returns:
       The nnx module of the architecture that config.json names (``hybridjax.models.ARCHITECTURES``).
@@ -58,10 +64,15 @@ def load_model(
     Raises:
       CheckpointError: there is no such model, its architecture is unknown, a file is malformed or has
         a value out of range, or the tensors are not exactly those that the architecture needs.
-      ConfigError: dtype is not one of those above.
+      ConfigError: dtype or ple_offload is not one of those above.
     """
     return load_directory(
-        resolve(path_or_name), ARCHITECTURES, dtype=dtype, sharding=sharding, progress=progress
+        resolve(path_or_name),
+        ARCHITECTURES,
+        dtype=dtype,
+        sharding=sharding,
+        progress=progress,
+        ple_offload=ple_offload,
     )
 
 
@@ -77,19 +88,32 @@ def load_directory(
     dtype: Any = None,
     sharding: Sharding | None = None,
     progress: bool | None = None,
+    ple_offload: str = "device",
 ) -> Any:
     """``load_model`` for a directory and a given registry."""
     architecture, config = read_config(directory, architectures)
     if dtype is not None and dtype != "auto":
         config = dataclasses.replace(config, dtype=_dtype_name(dtype))
+    options = ngram_tables.model_options(config, ple_offload)
     generation = generation_config(directory, getattr(config, "vocab_size", None))
     weights = open_weights(directory)
-    model = nnx.eval_shape(
-        lambda: architecture.model(config, dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(0))
-    )
-    parameters = parameters_of(model)
-    _check_tensors(directory, type(model).__name__, config, parameters, weights)
-    _fill(model, parameters, weights, sharding, progress)
+    shapes = {name: file.tensors[name].shape for name, file in weights.items()}
+    try:
+        model = nnx.eval_shape(
+            lambda: architecture.model(config, dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(0), **options)
+        )
+        layout = layout_of(model, shapes)
+        check_tensors(model, layout, weights)
+        load_constants(model, weights)
+    except (CheckpointError, ConfigError) as error:
+        raise CheckpointError(f"{directory}: {error}") from error
+    _fill(model, layout.parameters, weights, sharding, progress)
+    if layout.tables:
+        in_ram = ple_offload == "host"
+        model.host_tables = tuple(
+            ngram_tables.open_table(entries, weights, config.dtype, in_ram=in_ram)
+            for entries in layout.tables
+        )
     if (directory / GENERATION_CONFIG).exists():
         model.generation = generation
     return model
@@ -121,40 +145,9 @@ def _dtype_name(dtype: Any) -> str:
     return name
 
 
-def _check_tensors(
-    directory: Path,
-    architecture: str,
-    config: Any,
-    parameters: list[Parameter],
-    weights: Mapping[str, SafetensorsFile],
-) -> None:
-    """Every tensor must be there with the right shape and a usable dtype, and no others."""
-    problems: list[str] = []
-    wanted: set[str] = set()
-    for parameter in parameters:
-        for entry in parameter.entries:
-            wanted.add(entry.name)
-            if entry.name not in weights:
-                problems.append(f"{entry.name} {list(entry.shape)} is missing")
-                continue
-            file = weights[entry.name]
-            info, dtype = file.tensors[entry.name], parameter.value.dtype
-            where = f"{entry.name} in {file.path.name} has"
-            if info.shape != entry.shape:
-                problems.append(f"{where} shape {list(info.shape)}, expected {list(entry.shape)}")
-            elif info.dtype != dtype and not {info.dtype, dtype} <= _FLOATS:
-                problems.append(f"{where} dtype {info.dtype}, expected {dtype}")
-    for name, file in weights.items():
-        tied = name == "lm_head.weight" and getattr(config, "tie_word_embeddings", False)
-        if name not in wanted and not tied and "rotary_emb." not in name:
-            problems.append(f"{name!r} in {file.path.name} is no tensor of this architecture")
-    if problems:
-        raise CheckpointError(f"{directory}: the tensors do not fit {architecture}: {listing(problems)}")
-
-
 def _fill(
     model: Any,
-    parameters: list[Parameter],
+    parameters: Sequence[Parameter],
     weights: Mapping[str, SafetensorsFile],
     sharding: Sharding | None,
     progress: bool | None,
@@ -181,14 +174,28 @@ def _assemble(parameter: Parameter, weights: Mapping[str, SafetensorsFile]) -> n
     """The parameter in host memory, never a view of the file: device_put may alias what it is given."""
     out = np.empty(parameter.shape, parameter.value.dtype)
     for entry in parameter.entries:
-        whole = len(parameter.entries) == 1
-        target = out if whole else out[entry.start : entry.start + entry.shape[0]]
         file = weights[entry.name]
         try:
             with np.errstate(over="raise", invalid="ignore", under="ignore"):
-                np.copyto(target, file.read(entry.name), casting="unsafe")
+                _copy(entry, weights, entry.part_of(out))
         except FloatingPointError as error:
             raise CheckpointError(
                 f"{file.path}: tensor {entry.name} has values beyond the range of {out.dtype}"
             ) from error
+        file.release(entry.name)
     return out
+
+
+def _copy(entry: TensorEntry, weights: Mapping[str, SafetensorsFile], target: np.ndarray) -> None:
+    """Writes a tensor to ``target`` in that array's dtype, decoded where it is in float8."""
+    stored = weights[entry.name].read(entry.name)
+    if stored.dtype != float8.FLOAT8 or entry.scale is None:
+        np.copyto(target, stored, casting="unsafe")
+    elif entry.scale.block is None:
+        float8.decode_table(stored, ngram_tables.read_scale(entry, weights), target)
+    else:
+        scales = weights[entry.scale.name]
+        try:
+            float8.decode_blocks(stored, scales.read(entry.scale.name), entry.scale.block, target)
+        except CheckpointError as error:
+            raise CheckpointError(f"{scales.path}: tensor {entry.scale.name}: {error}") from error

@@ -1,19 +1,20 @@
 """Which tensors fill which parameter, checked against the model class's own table."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
 from flax import nnx
 
+from hybridjax.checkpoints.ngram_tables import table_paths
 from hybridjax.errors import CheckpointError
-from hybridjax.models.base import Path, TensorEntry
+from hybridjax.models.base import Path, TensorEntry, tiles
 
 
 @dataclasses.dataclass(frozen=True)
 class Parameter:
-    """A parameter of a model and the tensors that fill its rows, in order.
+    """A parameter of a model and the tensors that fill it, in order of items and rows.
 
     ``variable`` holds an array, or a ShapeDtypeStruct in a model that was only traced.
     """
@@ -31,14 +32,31 @@ class Parameter:
         return self.value.shape
 
 
-def parameters_of(model: Any) -> list[Parameter]:
-    """Every parameter with its tensors, in checkpoint order.
+@dataclasses.dataclass(frozen=True)
+class Layout:
+    """What a checkpoint of a model holds beside constants, in checkpoint order.
+
+    Attributes:
+      parameters: every parameter with its tensors.
+      tables: the tensors of every n-gram table that is kept on the host, by ascending layer.
+    """
+
+    parameters: tuple[Parameter, ...]
+    tables: tuple[tuple[TensorEntry, ...], ...] = ()
+
+
+def layout_of(model: Any, names: Mapping[str, tuple[int, ...]] | None = None) -> Layout:
+    """Every parameter and host table with its tensors.
+
+    Args:
+      model: the model, or one that was only traced.
+      names: shapes of a checkpoint's tensors by name; None: the layout that is saved.
 
     Raises:
       CheckpointError: the table does not cover the parameters exactly: a bug in the model class.
     """
     by_path: dict[Path, list[TensorEntry]] = {}
-    for entry in type(model).checkpoint_entries(model.config):
+    for entry in type(model).checkpoint_entries(model.config, names):
         by_path.setdefault(tuple(entry.path), []).append(entry)
     params, others = nnx.state(model, nnx.Param, ...)
     variables = dict(nnx.to_flat_state(params))
@@ -50,28 +68,35 @@ def parameters_of(model: Any) -> list[Parameter]:
     for path in variables:
         if path not in by_path:
             raise CheckpointError(f"{bug}: parameter {_dotted(path)} has no tensor")
+    tables = []
+    for path in table_paths(model):
+        if path not in by_path or path in variables:
+            raise CheckpointError(f"{bug}: {_dotted(path)} is on the host, but has no tensor of its own")
+        tables.append(tuple(sorted(by_path.pop(path), key=lambda entry: entry.order)))
     out = []
     for path, entries in by_path.items():
         if path not in variables:
             raise CheckpointError(f"{bug}: {entries[0].name} names {_dotted(path)}, which does not exist")
-        entries = tuple(sorted(entries, key=lambda entry: entry.start))
+        entries = tuple(sorted(entries, key=lambda entry: entry.order))
         parameter = Parameter(path, variables[path], entries)
-        if not _fills(entries, parameter.shape):
-            shapes = ", ".join(f"{e.name} {list(e.shape)} from row {e.start}" for e in entries)
-            raise CheckpointError(f"{bug}: {_dotted(path)} {list(parameter.shape)} is not filled by {shapes}")
+        if not tiles(entries, parameter.shape):
+            shapes = ", ".join(_described(entry) for entry in entries[:8])
+            more = f" and {len(entries) - 8} more" if len(entries) > 8 else ""
+            raise CheckpointError(
+                f"{bug}: {_dotted(path)} {list(parameter.shape)} is not filled by {shapes}{more}"
+            )
         out.append(parameter)
-    return out
+    return Layout(tuple(out), tuple(tables))
 
 
-def _fills(entries: tuple[TensorEntry, ...], shape: tuple[int, ...]) -> bool:
-    if len(entries) == 1:
-        return entries[0].shape == shape and entries[0].start == 0
-    row = 0
-    for entry in entries:
-        if entry.start != row or len(entry.shape) != len(shape) or entry.shape[1:] != shape[1:]:
-            return False
-        row += entry.shape[0]
-    return row == shape[0]
+def parameters_of(model: Any, names: Mapping[str, tuple[int, ...]] | None = None) -> list[Parameter]:
+    """Every parameter with its tensors, in checkpoint order; see ``layout_of``."""
+    return list(layout_of(model, names).parameters)
+
+
+def _described(entry: TensorEntry) -> str:
+    item = "" if entry.index is None else f"item {entry.index}, "
+    return f"{entry.name} {list(entry.shape)} from {item}row {entry.start}"
 
 
 def _dotted(path: Sequence[Any]) -> str:

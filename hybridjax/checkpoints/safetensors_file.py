@@ -10,7 +10,7 @@ import math
 import mmap
 import os
 import struct
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -97,6 +97,13 @@ class SafetensorsFile:
         flat = np.frombuffer(self._map, info.dtype, count, info.start if count else 0)
         return flat.reshape(info.shape)
 
+    def release(self, name: str) -> None:
+        """Takes a tensor's pages out of this process's memory; views stay valid and read them again."""
+        info = self.tensors[name]
+        start = info.start // mmap.PAGESIZE * mmap.PAGESIZE
+        if info.end > start and hasattr(mmap, "MADV_DONTNEED"):
+            self._map.madvise(mmap.MADV_DONTNEED, start, info.end - start)
+
 
 def _map_file(path: Path) -> tuple[mmap.mmap, int]:
     if not path.is_file():
@@ -179,7 +186,7 @@ def _check_tiling(tensors: Mapping[str, TensorInfo], begin: int, size: int) -> N
 def write_safetensors(
     path: Path,
     tensors: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
-    read: Callable[[str], np.ndarray],
+    read: Callable[[str], np.ndarray | Iterator[np.ndarray]],
     metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Writes a file tensor by tensor, so that only one needs to be in memory.
@@ -187,7 +194,7 @@ def write_safetensors(
     Args:
       path: the file to create.
       tensors: name -> dtype and shape, in the order in which they are written.
-      read: gives the tensor of a name, called once for each.
+      read: gives the tensor of a name, whole or as consecutive rows; called once for each.
       metadata: free-form strings.
     """
     header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
@@ -204,6 +211,12 @@ def write_safetensors(
         file.write(struct.pack("<Q", len(encoded)) + encoded)
         for name, (dtype, shape) in tensors.items():
             value = read(name)
-            if value.dtype != dtype or value.shape != shape:
-                raise CheckpointError(f"{path}: tensor {name!r} is {value.dtype}{list(value.shape)} now")
-            file.write(np.ascontiguousarray(value).reshape(-1).view(np.uint8))
+            rows = 0
+            for piece in value if isinstance(value, Iterator) else [value]:
+                whole = (rows + len(piece), *piece.shape[1:]) if piece.ndim else ()
+                if piece.dtype != dtype or len(whole) != len(shape) or whole[1:] != shape[1:]:
+                    raise CheckpointError(f"{path}: tensor {name!r} is {piece.dtype}{list(piece.shape)} now")
+                rows = whole[0] if whole else 0
+                file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8))
+            if shape and rows != shape[0]:
+                raise CheckpointError(f"{path}: tensor {name!r} has {rows} rows now, not {shape[0]}")

@@ -1,21 +1,26 @@
 """Writes a model as a directory that Hugging Face's tools and ``load_model`` read."""
 
+import dataclasses
+import functools
+import math
 import os
 import shutil
 import uuid
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from hybridjax.checkpoints import ngram_tables
 from hybridjax.checkpoints.directory import INDEX, SINGLE
 from hybridjax.checkpoints.generation import FILE as GENERATION_CONFIG
 from hybridjax.checkpoints.generation import GenerationDefaults
-from hybridjax.checkpoints.parameters import Parameter, parameters_of
+from hybridjax.checkpoints.parameters import Layout, Parameter, layout_of
 from hybridjax.checkpoints.safetensors_file import write_safetensors
 from hybridjax.errors import CheckpointError
+from hybridjax.host_table import HostTable
 from hybridjax.json_files import write_object
 from hybridjax.models.base import TensorEntry
 
@@ -30,8 +35,6 @@ TOKENIZER_FILES = (
     "tokenizer.model",
 )
 _METADATA = {"format": "pt"}  # transformers refuses files without it
-
-Tensor = tuple[Parameter, TensorEntry]
 
 
 def save_pretrained(
@@ -48,8 +51,9 @@ def save_pretrained(
     written to a temporary directory beside the target and renamed at the end, so a crash leaves either
     the old state or the new one. A checkpoint that is there already is replaced.
 
-    A loaded model keeps what its JSON files said beyond what is read here, except ``auto_map``: it names
-    code that would not be in the new directory.
+    A loaded model keeps what its JSON files said beyond what is read here, except ``auto_map``, which names
+    code that would not be in the new directory, and ``quantization_config``: weights that were decoded on
+    loading are written in the model's dtype. N-gram tables on the host are written a few rows at a time.
 
     Args:
       model: a module of one of the registered architectures.
@@ -67,10 +71,12 @@ def save_pretrained(
     target = Path(directory).expanduser().resolve()
     _check_replaceable(target, extra_files)
     tokenizer_files = _tokenizer_files(target, tokenizer_dir)
+    layout = layout_of(model)
+    tensors = _tensors(model, layout)
     staging = _make_staging(target)
     try:
-        _write_tensors(staging, parameters_of(model), max_shard_bytes)
-        write_object(staging / "config.json", _config_dict(model))
+        _write_tensors(staging, tensors, max_shard_bytes)
+        write_object(staging / "config.json", _config_dict(model, layout))
         write_object(staging / GENERATION_CONFIG, _generation_dict(model))
         for file in tokenizer_files:
             shutil.copyfile(file, staging / file.name)
@@ -174,13 +180,22 @@ def _swap(staging: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _config_dict(model: Any) -> dict[str, Any]:
+def _config_dict(model: Any, layout: Layout) -> dict[str, Any]:
     out = model.config.to_dict()
     bytes_of: Counter[str] = Counter()
-    for parameter in parameters_of(model):
+    for parameter in layout.parameters:
         bytes_of[parameter.value.dtype.name] += parameter.value.nbytes
     name = "dtype" if "dtype" in out else "torch_dtype"
-    return out | {name: bytes_of.most_common(1)[0][0]}
+    return _without_quantization(out) | {name: bytes_of.most_common(1)[0][0]}
+
+
+def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+    """The fields that hold of decoded weights, here and in nested configurations."""
+    return {
+        name: _without_quantization(value) if isinstance(value, dict) else value
+        for name, value in config.items()
+        if name not in ("quantization_config", "compression_config")
+    }
 
 
 def _generation_dict(model: Any) -> dict[str, Any]:
@@ -195,49 +210,83 @@ def _generation_dict(model: Any) -> dict[str, Any]:
     return generation.to_dict()
 
 
-def _write_tensors(directory: Path, parameters: list[Parameter], max_shard_bytes: int) -> None:
-    tensors = {entry.name: (parameter, entry) for parameter in parameters for entry in parameter.entries}
+@dataclasses.dataclass(frozen=True)
+class _Tensor:
+    """A tensor to be written; ``read`` gives it, whole or as consecutive rows."""
+
+    dtype: np.dtype
+    shape: tuple[int, ...]
+    read: Callable[[], np.ndarray | Iterator[np.ndarray]]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+def _tensors(model: Any, layout: Layout) -> dict[str, _Tensor]:
+    """Everything to be written, by name."""
+    # Constants first: they are what transformers writes first.
+    constants: Mapping[str, np.ndarray] = getattr(model, "checkpoint_constants", dict)()
+    out = {
+        name: _Tensor(value.dtype, value.shape, functools.partial(np.asarray, value))
+        for name, value in constants.items()
+    }
+    read = _device_reader()
+    for parameter in layout.parameters:
+        dtype = np.dtype(parameter.value.dtype)
+        for entry in parameter.entries:
+            out[entry.name] = _Tensor(dtype, entry.shape, functools.partial(read, parameter, entry))
+    for entries, table in zip(layout.tables, _host_tables(model, layout)):
+        for entry in entries:
+            stop = entry.start + entry.shape[0]
+            read_rows = functools.partial(ngram_tables.pieces, table, entry.start, stop)
+            out[entry.name] = _Tensor(table.dtype, entry.shape, read_rows)
+    return out
+
+
+def _host_tables(model: Any, layout: Layout) -> Sequence[HostTable]:
+    tables = (getattr(model, "host_tables", None) or ()) if layout.tables else ()
+    wanted = [(entries[-1].start + entries[-1].shape[0], entries[-1].shape[1]) for entries in layout.tables]
+    found = [table.shape for table in tables]
+    if found != wanted:
+        raise CheckpointError(f"the model's host_tables have shapes {found}, but it needs {wanted}")
+    return tables
+
+
+def _write_tensors(directory: Path, tensors: dict[str, _Tensor], max_shard_bytes: int) -> None:
     shards = list(_shards(tensors, max_shard_bytes))
-    read = _reader(tensors)
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
         file = SINGLE if len(shards) == 1 else f"model-{i + 1:05d}-of-{len(shards):05d}.safetensors"
-        layout = {name: (tensors[name][0].value.dtype, tensors[name][1].shape) for name in names}
-        write_safetensors(directory / file, layout, read, _METADATA)
+        layout = {name: (tensors[name].dtype, tensors[name].shape) for name in names}
+        write_safetensors(directory / file, layout, lambda name: tensors[name].read(), _METADATA)
         weight_map |= dict.fromkeys(names, file)
     if len(shards) > 1:
-        total = sum(_nbytes(tensor) for tensor in tensors.values())
+        total = sum(tensor.nbytes for tensor in tensors.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
         write_object(directory / INDEX, index)
 
 
-def _nbytes(tensor: Tensor) -> int:
-    parameter, entry = tensor
-    return int(np.prod(entry.shape)) * parameter.value.dtype.itemsize
-
-
-def _shards(tensors: dict[str, Tensor], max_shard_bytes: int) -> Iterator[list[str]]:
+def _shards(tensors: dict[str, _Tensor], max_shard_bytes: int) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():
-        if names and size + _nbytes(tensor) > max_shard_bytes:
+        if names and size + tensor.nbytes > max_shard_bytes:
             yield names
             names, size = [], 0
         names.append(name)
-        size += _nbytes(tensor)
+        size += tensor.nbytes
     yield names
 
 
-def _reader(tensors: dict[str, Tensor]) -> Callable[[str], np.ndarray]:
+def _device_reader() -> Callable[[Parameter, TensorEntry], np.ndarray]:
     """Reads tensors from the device, keeping one parameter in host memory for its other tensors."""
     kept: dict[Any, np.ndarray] = {}
 
-    def read(name: str) -> np.ndarray:
-        parameter, entry = tensors[name]
+    def read(parameter: Parameter, entry: TensorEntry) -> np.ndarray:
         if parameter.path not in kept:
             kept.clear()
             kept[parameter.path] = np.asarray(parameter.value)
-        value = kept[parameter.path]
-        return value if value.shape == entry.shape else value[entry.start : entry.start + entry.shape[0]]
+        return entry.part_of(kept[parameter.path])
 
     return read

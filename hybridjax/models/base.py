@@ -1,6 +1,8 @@
 """What every model offers to the engine, the trainer and the checkpoint code."""
 
 import dataclasses
+import itertools
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import jax
@@ -8,6 +10,19 @@ import jax
 from hybridjax.batch import Batch, Probe, State
 
 Path = tuple[str | int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleEntry:
+    """The tensor of scales that belongs to a tensor wherever that is stored in float8_e4m3fn.
+
+    Attributes:
+      name: e.g. ``model.layers.0.mlp.experts.3.up_proj.weight_scale_inv``.
+      block: rows and columns that share one scale; None: the whole tensor has one.
+    """
+
+    name: str
+    block: tuple[int, int] | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -20,12 +35,54 @@ class TensorEntry:
       path: path of the parameter in ``nnx.state(model, nnx.Param)``.
       start: first row of the parameter that the tensor fills. Fused projections hold several
         tensors one below the other, each with its own entry.
+      index: which item of a stacked parameter (such as an expert) the tensor is part of; rows are then
+        those of ``parameter[index]``. None: the parameter is not stacked, or the tensor is all of it.
+      scale: what the tensor needs beside it if it is stored in float8; None: it never is.
     """
 
     name: str
     shape: tuple[int, ...]
     path: Path
     start: int = 0
+    index: int | None = None
+    scale: ScaleEntry | None = None
+
+    def part_of(self, value: Any) -> Any:
+        """What the tensor fills of the parameter's array: NumPy gives a view."""
+        if self.index is not None:
+            value = value[self.index]
+        return value if value.shape == self.shape else value[self.start : self.start + self.shape[0]]
+
+    @property
+    def order(self) -> tuple[int, int]:
+        """Sorts the tensors of one parameter by where they lie."""
+        return (self.index or 0, self.start)
+
+
+def tiles(entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> bool:
+    """Whether tensors, sorted by ``order``, fill a parameter of this shape: no gap, no overlap."""
+    if all(entry.index is None for entry in entries):
+        return _tiles_rows(entries, shape)
+    if any(entry.index is None for entry in entries):
+        return False
+    items = itertools.groupby(entries, key=lambda entry: entry.index)
+    count = 0
+    for number, (index, held) in enumerate(items):
+        if index != number or not _tiles_rows(list(held), shape[1:]):
+            return False
+        count += 1
+    return len(shape) > 1 and count == shape[0]
+
+
+def _tiles_rows(entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> bool:
+    if len(entries) == 1:
+        return entries[0].shape == shape and entries[0].start == 0
+    row = 0
+    for entry in entries:
+        if entry.start != row or len(entry.shape) != len(shape) or entry.shape[1:] != shape[1:]:
+            return False
+        row += entry.shape[0]
+    return bool(shape) and row == shape[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,6 +124,14 @@ class CausalLM(Protocol):
         ...
 
     @classmethod
-    def checkpoint_entries(cls, config: Any) -> tuple[TensorEntry, ...]:
-        """Every tensor of a checkpoint of this configuration, in layer order."""
+    def checkpoint_entries(
+        cls, config: Any, names: Mapping[str, tuple[int, ...]] | None = None
+    ) -> tuple[TensorEntry, ...]:
+        """Every tensor of a checkpoint of this configuration, in layer order.
+
+        Args:
+          config: the architecture.
+          names: the tensors that a checkpoint has, with their shapes; they decide between variants of the
+            layout. None: the layout that is saved.
+        """
         ...

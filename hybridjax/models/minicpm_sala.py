@@ -1,6 +1,6 @@
 """MiniCPM-SALA: InfLLM-v2 sparse attention and SimpleGLA linear attention with muP scalings."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import jax
 import jax.numpy as jnp
@@ -146,8 +146,10 @@ class MiniCPMSALA(nnx.Module):
         return tuple(cache(kind) for kind in config.mixer_types)
 
     @classmethod
-    def checkpoint_entries(cls, config: MiniCPMSALAConfig) -> tuple[TensorEntry, ...]:
-        """Every tensor of a checkpoint of this configuration (minicpm_sala 1.3)."""
+    def checkpoint_entries(
+        cls, config: MiniCPMSALAConfig, names: Mapping[str, tuple[int, ...]] | None = None
+    ) -> tuple[TensorEntry, ...]:
+        """Every tensor of a checkpoint of this configuration (minicpm_sala 1.3); there is one layout."""
         return tuple(_entries(config))
 
 

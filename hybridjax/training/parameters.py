@@ -7,11 +7,10 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 
 from hybridjax.errors import ConfigError
-from hybridjax.models.base import TensorEntry
+from hybridjax.models.base import TensorEntry, tiles
 
 Tensors = dict[str, jax.Array]
 
@@ -54,10 +53,8 @@ class ParameterLayout:
                 raise ConfigError(f"tensor {entry.name} belongs to {entry.path}, which is no parameter")
             parts[entry.path].append(entry)
         for path, held in parts.items():
-            held.sort(key=lambda e: e.start)
-            filled = sum(math.prod(e.shape) for e in held)
-            ends = np.cumsum([0] + [e.shape[0] for e in held])[:-1].tolist()
-            if filled != math.prod(variables[path].shape) or [e.start for e in held] != ends:
+            held.sort(key=lambda e: e.order)
+            if not held or not tiles(held, variables[path].shape):
                 raise ConfigError(f"the checkpoint's tensors do not tile parameter {path}")
         return cls(graphdef, rest, variables, {path: tuple(held) for path, held in parts.items()})
 
@@ -67,8 +64,7 @@ class ParameterLayout:
         for path, variable in nnx.to_flat_state(nnx.state(model, nnx.Param)):
             value = variable.get_value()
             for entry in self.parts[path]:
-                rows = value[entry.start : entry.start + entry.shape[0]]
-                out[entry.name] = rows.reshape(entry.shape).astype(jnp.float32)
+                out[entry.name] = entry.part_of(value).astype(jnp.float32)
         return out
 
     def model(self, tensors: Mapping[str, jax.Array], dtype: Any) -> Any:

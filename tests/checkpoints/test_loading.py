@@ -343,7 +343,7 @@ class Bent(MiniCPMSALA):
     table: tuple[TensorEntry, ...] = ()
 
     @classmethod
-    def checkpoint_entries(cls, config):
+    def checkpoint_entries(cls, config, names=None):
         return cls.table
 
 
