@@ -76,13 +76,11 @@ class NgramEmbedding(nnx.Module):
         windows, context = ngram_windows(batch.tokens, batch, cache.context if cache else None, self.hash)
         if rows is None:
             rows = self._look_up(windows)
-        live = (batch.positions >= 0)[:, None]
-        gated = jnp.where(live, self._gated_value(streams, rows.astype(streams.dtype)), 0)
-        normed = jnp.where(live, self.norm_conv(gated), 0)
-        weight, pool = self.conv_weight[...], cache.conv if cache else None
+        gated = self._gated_value(streams, rows.astype(streams.dtype))
+        normed, weight, pool = self.norm_conv(gated), self.conv_weight[...], cache.conv if cache else None
         convolved, conv = causal_conv(normed, weight, batch, pool, dilation=self.hash.ngram_size)
         delta = gated.astype(jnp.float32) + jax.nn.silu(convolved)
-        delta = jnp.where(live, delta, 0).astype(streams.dtype)
+        delta = jnp.where(batch.positions[:, None] >= 0, delta, 0).astype(streams.dtype)
         if conv is None or context is None:
             return delta, None
         return delta, NgramCache(conv, context)
@@ -99,9 +97,8 @@ class NgramEmbedding(nnx.Module):
         key = self.norm_key(self.key_proj(embedding)).reshape(n, c, -1)
         query = self.norm_query(streams).reshape(n, c, -1)
         value = self.value_proj(embedding)
-        score = jnp.sum(key.astype(jnp.float32) * query.astype(jnp.float32), axis=-1) / math.sqrt(
-            key.shape[-1]
-        )
+        score = jnp.sum(key.astype(jnp.float32) * query.astype(jnp.float32), axis=-1)
+        score = score / math.sqrt(key.shape[-1])
         score = jnp.sign(score) * jnp.sqrt(jnp.maximum(jnp.abs(score), _SMALLEST_GATE))
         out = jax.nn.sigmoid(score)[:, :, None] * value.astype(jnp.float32)[:, None, :]
         return out.astype(streams.dtype).reshape(n, -1)

@@ -1,5 +1,6 @@
 """The n-gram embedding against the reference's answers, and its agreement with itself in every mode."""
 
+import functools
 from pathlib import Path
 
 import jax
@@ -32,6 +33,7 @@ CONFIG = Qwen4ExpConfig(
 WIDTH = 36
 
 
+@functools.cache
 def build(dtype=jnp.float32, with_table=True):
     """The golden's layer: the second of two, so that the hash depends on its index."""
     init = jax.nn.initializers.normal(0.02)
