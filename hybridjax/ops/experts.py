@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from hybridjax.ops.dispatch import Op, einsum_f32, matmul_precision, platform
 
 _LARGEST_BLOCK = 64
+_PAIRWISE = 8192  # choices up to which comparing all pairs beats a sort on a GPU
 
 
 def _activate(gate_up: jax.Array, dtype: jnp.dtype) -> jax.Array:
@@ -107,26 +108,48 @@ class Blocks:
     place: jax.Array
 
 
-def lay_out(ids: jax.Array, experts: int, size: int) -> Blocks:
-    """The blocked layout of int32[N, k] expert ids, with blocks of ``size`` rows."""
+def _ranks(flat: jax.Array, groups: int, pairwise: bool) -> jax.Array:
+    """int32[n]: how many equal values stand before each of int32[n] values in 0..groups-1."""
+    index = jnp.arange(flat.size, dtype=jnp.int32)
+    if pairwise:
+        earlier = (flat[None, :] == flat[:, None]) & (index[None, :] < index[:, None])
+        return jnp.sum(earlier, axis=1, dtype=jnp.int32)
+    counts = jnp.zeros((groups,), jnp.int32).at[flat].add(1)
+    order = jnp.argsort(flat)
+    first = jnp.cumsum(counts) - counts
+    return jnp.zeros_like(flat).at[order].set(index - first[flat[order]])
+
+
+def lay_out(ids: jax.Array, experts: int, size: int, pairwise: bool | None = None) -> Blocks:
+    """The blocked layout of int32[N, k] expert ids, with blocks of ``size`` rows.
+
+    ``pairwise`` ranks choices by comparing all pairs, without a sort; None: where that is faster.
+    """
     rows, k = ids.shape
     choices = rows * k
+    if pairwise is None:
+        pairwise = platform() == "gpu" and choices <= _PAIRWISE
     filled = min(choices, experts)
     blocks = filled + (choices - filled) // size
     flat = jnp.where(ids < 0, experts, ids).reshape(-1)
-    order = jnp.argsort(flat).astype(jnp.int32)
-    counts = jnp.zeros((experts + 1,), jnp.int32).at[flat].add(1)
-    first = jnp.cumsum(counts) - counts
-    used = (-(-counts // size)).at[experts].set(0)
-    end = jnp.cumsum(used)
-    expert = jnp.searchsorted(end, jnp.arange(blocks, dtype=jnp.int32), side="right").astype(jnp.int32)
-    expert = jnp.where(expert < experts, expert, 0)
-    of = flat[order]
-    rank = jnp.arange(choices, dtype=jnp.int32) - first[of]
-    place = jnp.where(of < experts, (end - used)[of] * size + rank, blocks * size)
-    row = jnp.zeros((blocks * size + 1,), jnp.int32).at[place].set(order // k)[:-1]
-    place = jnp.zeros((choices,), jnp.int32).at[order].set(jnp.where(of < experts, place, 0))
-    return Blocks(row.reshape(blocks, size), expert, end[-1], place.reshape(rows, k))
+    every = jnp.arange(experts, dtype=jnp.int32)
+    counts = jnp.zeros((experts + 1,), jnp.int32).at[flat].add(1)[:experts]
+    used = -(-counts // size)
+    # Sums over comparisons, not cumsum and searchsorted: on GPUs those are many small launches.
+    end = jnp.sum(jnp.where(every[None, :] <= every[:, None], used[None, :], 0), axis=1, dtype=jnp.int32)
+    index = jnp.arange(blocks, dtype=jnp.int32)
+    expert = jnp.sum(end[None, :] <= index[:, None], axis=1, dtype=jnp.int32)
+    start = jnp.append((end - used) * size, blocks * size)
+    live = flat < experts
+    place = jnp.where(live, start[flat] + _ranks(flat, experts + 1, pairwise), blocks * size)
+    source = jnp.arange(choices, dtype=jnp.int32) // k
+    row = jnp.zeros((blocks * size + 1,), jnp.int32).at[place].set(source)[:-1]
+    return Blocks(
+        row=row.reshape(blocks, size),
+        expert=jnp.where(expert < experts, expert, 0),
+        active=end[-1],
+        place=jnp.where(live, place, 0).reshape(rows, k),
+    )
 
 
 def combine(out: jax.Array, place: jax.Array, ids: jax.Array, weights: jax.Array) -> jax.Array:

@@ -110,11 +110,12 @@ def test_no_choice_is_dropped_when_all_rows_want_the_same_expert():
 @given(
     ids=st.lists(st.lists(st.integers(-1, 4), min_size=2, max_size=2), min_size=1, max_size=24),
     size=st.sampled_from([1, 2, 8]),
+    pairwise=st.booleans(),
 )
-def test_the_layout_has_one_expert_per_block_and_a_place_for_each_choice(ids, size):
+def test_the_layout_has_one_expert_per_block_and_a_place_for_each_choice(ids, size, pairwise):
     ids = np.array(ids, np.int32)
     padded = np.pad(ids, ((0, 24 - len(ids)), (0, 0)), constant_values=-1)
-    made = _LAY_OUT(jnp.asarray(padded), size)
+    made = _LAY_OUT(jnp.asarray(padded), size, pairwise)
     row, expert, place = np.asarray(made.row), np.asarray(made.expert), np.asarray(made.place)
     places = []
     for n, choices in enumerate(ids):
@@ -129,7 +130,7 @@ def test_the_layout_has_one_expert_per_block_and_a_place_for_each_choice(ids, si
     assert made.active == sum(-(-counts // size)) <= len(expert)
 
 
-_LAY_OUT = jax.jit(lambda ids, size: lay_out(ids, 5, size), static_argnums=1)
+_LAY_OUT = jax.jit(lambda ids, size, pairwise: lay_out(ids, 5, size, pairwise), static_argnums=(1, 2))
 
 
 def test_blocks_are_about_as_long_as_what_an_expert_gets():
