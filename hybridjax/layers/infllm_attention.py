@@ -9,6 +9,7 @@ from flax import nnx
 from hybridjax.batch import Batch, Mode, PagedCache, Probe
 from hybridjax.configs import MiniCPMSALAConfig, SparseConfig
 from hybridjax.layers.linear import Initializer, Linear
+from hybridjax.layers.paging import as_pages, row_pages, whole_page_table, write_rows
 from hybridjax.ops import block_attention, gated, rotary, select_blocks, update_compressed
 from hybridjax.ops.infllm import PER_BLOCK
 
@@ -97,13 +98,9 @@ class InfLLMAttention(nnx.Module):
 def _whole_pages(k, v, batch: Batch, block: int) -> tuple[PagedCache, jax.Array]:
     """The step's own keys and values [B * L, G, D] as pages, and the identity page table."""
     sequences = batch.slot.shape[0]
-
-    def paged(x):
-        return jnp.moveaxis(x.reshape(-1, block, *x.shape[1:]), 1, 2)
-
-    keys, values = paged(k), paged(v)
+    keys, values = as_pages(k, block), as_pages(v, block)
     pages, groups, _, width = keys.shape
-    table = jnp.arange(pages, dtype=jnp.int32).reshape(sequences, -1)
+    table = whole_page_table(sequences, pages)
     block_index = jnp.tile(jnp.arange(table.shape[1], dtype=jnp.int32), sequences)
     page = table.reshape(-1)
     last = jnp.max(jnp.where(batch.positions >= 0, batch.positions % block, -1).reshape(pages, block), axis=1)
@@ -122,24 +119,22 @@ def _whole_pages(k, v, batch: Batch, block: int) -> tuple[PagedCache, jax.Array]
 def _write(cache: PagedCache, k, v, batch: Batch) -> PagedCache:
     """Writes the step's keys and values, then the compressed keys that they complete."""
     block = cache.keys.shape[2]
-    positions = jnp.maximum(batch.positions, 0)
-    table = batch.page_table[batch.row_sequence]
-    index = positions // block
-    page = jnp.take_along_axis(table, index[:, None], axis=1)[:, 0]
-    page = jnp.where(batch.positions >= 0, page, 0)
-    keys = cache.keys.at[page, :, positions % block].set(k.astype(cache.keys.dtype))
-    values = cache.values.at[page, :, positions % block].set(v.astype(cache.values.dtype))
+    page, column = row_pages(batch, block)
+    keys = write_rows(cache.keys, page, column, k)
+    values = write_rows(cache.values, page, column, v)
+    index = jnp.maximum(batch.positions, 0) // block
 
     # One row per block that the step touches: its last one.
     if batch.mode is Mode.PREFILL:
         tiles = batch.tile_sequence.shape[0]
-        last = jnp.argmax(batch.positions.reshape(tiles, -1), axis=1)
-        rows = jnp.arange(tiles) * (batch.tokens.shape[0] // tiles) + last
+        newest = jnp.argmax(batch.positions.reshape(tiles, -1), axis=1)
+        rows = jnp.arange(tiles) * (batch.tokens.shape[0] // tiles) + newest
     else:
         rows = jnp.arange(batch.tokens.shape[0])
-    before = jnp.take_along_axis(table[rows], jnp.maximum(index[rows] - 1, 0)[:, None], axis=1)[:, 0]
-    column = jnp.where(batch.positions[rows] >= 0, batch.positions[rows] % block, -1)
+    table = batch.page_table[batch.row_sequence[rows]]
+    before = jnp.take_along_axis(table, jnp.maximum(index[rows] - 1, 0)[:, None], axis=1)[:, 0]
+    last = jnp.where(batch.positions[rows] >= 0, column[rows], -1)
     compressed, coarse = update_compressed(
-        keys, cache.compressed, cache.coarse, page[rows], before, index[rows], column
+        keys, cache.compressed, cache.coarse, page[rows], before, index[rows], last
     )
     return PagedCache(keys, values, compressed, coarse)

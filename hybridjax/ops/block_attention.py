@@ -1,4 +1,4 @@
-"""Softmax attention of each query over a list of K/V blocks (minicpm_sala 3.6)."""
+"""Softmax attention of each query over a list of K/V blocks (minicpm_sala 3.6, qwen4_exp 5)."""
 
 import functools
 
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from hybridjax.batch import TILE
 from hybridjax.ops.dispatch import Op, einsum_f32, tiles_at_once
 
-_SEGMENT = 32  # blocks per step of the online softmax
+_SEGMENT = 32  # pages per step of the online softmax
 
 
 def _block_attention(
@@ -21,31 +21,41 @@ def _block_attention(
     block_ids: jax.Array,
     *,
     scale: float,
+    block_size: int | None = None,
     tiled: bool = False,
 ) -> jax.Array:
     """Exact softmax over the listed blocks, restricted to positions at or before the query.
 
     Args:
       q: [N, Hq, D]; query head h reads K/V head h // (Hq / G).
-      keys, values: [pages, G, block, D]; page_table: int32[B, P].
+      keys, values: [pages, G, page, D]; page_table: int32[B, P].
       row_sequence, positions: int32[N]; rows with position -1 return zeros.
-      block_ids: int32[N, G, M] blocks of each query, -1 for none.
+      block_ids: int32[N, G, M] distinct blocks of each query, -1 for none; [N, 1, M]: one list serves all
+        K/V heads. Block b of a sequence is its tokens b * block_size .. (b + 1) * block_size - 1.
       scale: factor on q . k.
+      block_size: tokens per listed block, a divisor of the page size. Default: the page size.
       tiled: the rows come in tiles of 64 of one sequence each (a promise to implementations).
 
     Returns:
       [N, Hq, D] in the dtype of q. Scores and sums in float32, weights in the dtype of the values.
+
+    Raises:
+      ValueError: block_size does not divide the page size.
     """
     rows, heads, width = q.shape
-    _, groups, block, _ = keys.shape
-    page = jnp.take_along_axis(
-        page_table[row_sequence], jnp.maximum(block_ids, 0).reshape(rows, -1), axis=1
-    ).reshape(block_ids.shape)
+    groups = keys.shape[1]
+    block, per_page = _block_size(keys, block_size)
+    index = jnp.maximum(block_ids, 0)
+    column = (index // per_page).reshape(rows, -1)
+    page = jnp.take_along_axis(page_table[row_sequence], column, axis=1).reshape(block_ids.shape)
     group = jnp.arange(groups)[None, :, None]
-    k, v = keys[page, group], values[page, group]  # [N, G, M, block, D]
+    # Only the listed tokens are gathered, not the pages that they lie in: [N, G, M, block, D].
+    k, v = (
+        x.reshape(-1, groups, per_page, block, width)[page, group, index % per_page] for x in (keys, values)
+    )
     token = block_ids[..., None] * block + jnp.arange(block)
     seen = (block_ids >= 0)[..., None] & (token <= positions[:, None, None, None])
-    seen = seen.reshape(rows, groups, 1, -1)
+    seen = seen.reshape(rows, block_ids.shape[1], 1, -1)
     k, v = (x.reshape(rows, groups, -1, width) for x in (k, v))
     # Unseen values may be anything, NaN too; a weight of zero would not silence them.
     v = jnp.where(seen[:, :, 0, :, None], v, 0)
@@ -61,8 +71,17 @@ def _block_attention(
     return out.reshape(rows, heads, width).astype(q.dtype)
 
 
+def _block_size(keys: jax.Array, block_size: int | None) -> tuple[int, int]:
+    """Tokens per block and blocks per page."""
+    page = keys.shape[2]
+    block = page if block_size is None else block_size
+    if block < 1 or page % block:
+        raise ValueError(f"block_size is {block}; it must divide the page size ({page})")
+    return block, page // block
+
+
 def _block_attention_tiled(
-    q, keys, values, page_table, row_sequence, positions, block_ids, *, scale, tiled=True
+    q, keys, values, page_table, row_sequence, positions, block_ids, *, scale, block_size=None, tiled=True
 ):
     """One tile at a time: 64 queries share their sequence's keys, unlisted blocks are masked.
 
@@ -70,11 +89,12 @@ def _block_attention_tiled(
     a longer page table changes no float. Differentiable; tiles are recomputed in the backward pass.
     """
     tiles = q.shape[0] // TILE
-    heads, blocks = q.shape[1], page_table.shape[1]
-    segment = min(_SEGMENT, blocks)
-    padding = -blocks % segment
+    heads, pages = q.shape[1], page_table.shape[1]
+    block, _ = _block_size(keys, block_size)
+    segment = min(_SEGMENT, pages)
+    padding = -pages % segment
     tables = jnp.pad(page_table, ((0, 0), (0, padding)))[row_sequence[::TILE]]
-    one = jax.checkpoint(functools.partial(_attend_tile, keys, values, segment, scale))
+    one = jax.checkpoint(functools.partial(_attend_tile, keys, values, segment, block, scale))
     per_tile = TILE * heads * segment * keys.shape[2] * 4
     out = jax.lax.map(
         one,
@@ -89,27 +109,28 @@ def _block_attention_tiled(
     return out.reshape(q.shape)
 
 
-def _attend_tile(keys, values, segment, scale, tile):
-    """Online-softmax attention of one tile: q [64, Hq, D], table [P'], ids [64, G, M]."""
+def _attend_tile(keys, values, segment, block, scale, tile):
+    """Online-softmax attention of one tile: q [64, Hq, D], table [P'], ids [64, G or 1, M]."""
     q, table, positions, ids = tile
-    _, groups, block, width = keys.shape
-    steps = table.shape[0] // segment
+    _, groups, page, width = keys.shape
+    lists, per_page = ids.shape[1], page // block
+    steps, blocks = table.shape[0] // segment, table.shape[0] * per_page
     # Query heads of a group join the rows, so that scores are one plain matrix per group.
     q = jnp.moveaxis(q.reshape(TILE, groups, -1, width), 0, 1)
     per_group = q.shape[2]
     q = q.reshape(groups, TILE * per_group, width)
     row = jnp.arange(TILE)[:, None, None]
-    group = jnp.arange(groups)[None, :, None]
+    group = jnp.arange(lists)[None, :, None]
     # -1 points one past the end and is dropped.
-    target = jnp.where(ids >= 0, ids, table.shape[0])
-    listed = jnp.zeros((TILE, groups, table.shape[0]), bool).at[row, group, target].set(True, mode="drop")
+    target = jnp.where(ids >= 0, ids, blocks)
+    listed = jnp.zeros((TILE, lists, blocks), bool).at[row, group, target].set(True, mode="drop")
 
     def step(carry, item):
         top, total, out = carry
         pages, listed, first = item
-        token = (first + jnp.arange(segment))[:, None] * block + jnp.arange(block)
+        token = (first + jnp.arange(segment * per_page))[:, None] * block + jnp.arange(block)
         seen = listed[..., None] & (token[None, None] <= positions[:, None, None, None])
-        seen = jnp.moveaxis(seen.reshape(TILE, groups, -1), 0, 1)
+        seen = jnp.moveaxis(seen.reshape(TILE, lists, -1), 0, 1)
         k = jnp.moveaxis(keys[pages], 1, 0).reshape(groups, -1, width)
         v = jnp.moveaxis(values[pages], 1, 0).reshape(groups, -1, width)
         v = jnp.where(jnp.any(seen, axis=1)[..., None], v, 0)
@@ -131,8 +152,8 @@ def _attend_tile(keys, values, segment, scale, tile):
     )
     items = (
         table.reshape(steps, segment),
-        jnp.moveaxis(listed.reshape(TILE, groups, steps, segment), 2, 0),
-        jnp.arange(steps, dtype=jnp.int32) * segment,
+        jnp.moveaxis(listed.reshape(TILE, lists, steps, segment * per_page), 2, 0),
+        jnp.arange(steps, dtype=jnp.int32) * (segment * per_page),
     )
     (_, total, out), _ = jax.lax.scan(step, start, items)
     out = out / jnp.where(total > 0, total, 1.0)

@@ -1,0 +1,117 @@
+"""Attention over lists of blocks smaller than a page, against float64 over the listed tokens."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hybridjax.batch import TILE
+from hybridjax.ops import block_attention
+
+GROUPS, PER_GROUP, WIDTH, PAGE = 2, 3, 8, 64
+SCALE = WIDTH**-0.5
+IMPLEMENTATIONS = ["reference", "xla_tiled"]
+
+
+class Case:
+    """Two sequences in tiles over permuted, NaN-filled pages, each query with random blocks listed."""
+
+    def __init__(self, block, lists, lengths=(300, 100), seed=0):
+        rng = np.random.default_rng(seed)
+        self.block, counts = block, [-(-n // PAGE) for n in lengths]
+        pages = rng.permutation(np.arange(1, sum(counts) + 2))
+        table = np.zeros((len(lengths), max(counts) + 1), np.int32)
+        pool = np.full((2, sum(counts) + 2, GROUPS, PAGE, WIDTH), np.nan, np.float32)
+        self.k = [rng.standard_normal((2, n, GROUPS, WIDTH)).astype(np.float32) for n in lengths]
+        sequence, positions = [], []
+        for s, n in enumerate(lengths):
+            table[s, : counts[s]] = pages[sum(counts[:s]) : sum(counts[: s + 1])]
+            for t in range(n):
+                pool[:, table[s, t // PAGE], :, t % PAGE] = self.k[s][:, t]
+            sequence += [s] * (counts[s] * PAGE)
+            positions += [*range(n), *[-1] * (counts[s] * PAGE - n)]
+        self.sequence, self.positions = np.array(sequence), np.array(positions)
+        rows = len(positions)
+        self.q = rng.standard_normal((rows, GROUPS * PER_GROUP, WIDTH)).astype(np.float32)
+        self.ids = np.full((rows, lists, max(lengths) // block + 1), -1, np.int32)
+        for row, p in enumerate(positions):
+            for g in range(lists if p >= 0 else 0):
+                mine = np.flatnonzero(rng.random(p // block + 1) < 0.4)
+                mine = np.union1d(mine, [rng.integers(p // block + 1)])
+                self.ids[row, g, : len(mine)] = mine
+        self.keys, self.values = jnp.asarray(pool[0]), jnp.asarray(pool[1])
+        self.where = [jnp.asarray(x, jnp.int32) for x in (table, sequence, positions, self.ids)]
+
+    def attend(self, implementation, q=None, **options):
+        q = jnp.asarray(self.q) if q is None else q
+        options = {"block_size": self.block, "implementation": implementation, **options}
+        attend = jax.jit(lambda *arrays: block_attention(*arrays, scale=SCALE, tiled=True, **options))
+        return attend(q, self.keys, self.values, *self.where)
+
+    def want(self, row):
+        (k, v), p = self.k[self.sequence[row]].astype(np.float64), self.positions[row]
+        out = np.zeros((GROUPS * PER_GROUP, WIDTH))
+        for head in range(GROUPS * PER_GROUP):
+            g = head // PER_GROUP
+            ids = self.ids[row, g % self.ids.shape[1]]
+            seen = [t for t in range(p + 1) if t // self.block in ids]
+            if seen:
+                score = SCALE * k[seen, g] @ self.q[row, head].astype(np.float64)
+                weight = np.exp(score - score.max())
+                out[head] = weight @ v[seen, g] / weight.sum()
+        return out
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("block, lists", [(4, 1), (4, 2), (8, 1), (64, 1)])
+def test_only_listed_tokens_up_to_the_query_count(block, lists, implementation):
+    case = Case(block, lists)
+    out = case.attend(implementation)
+    for row in range(0, len(case.positions), 3):
+        np.testing.assert_allclose(out[row], case.want(row), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_row_that_lists_nothing_it_can_see_returns_zeros(implementation):
+    case = Case(4, 1)
+    case.where[3] = case.where[3].at[5].set(-1).at[6].set(-1).at[6, 0, 0].set(2)  # token 8 is later than 6
+    out = case.attend(implementation)
+    np.testing.assert_array_equal(out[jnp.array([5, 6])], 0)
+    np.testing.assert_array_equal(out[case.positions < 0], 0)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_a_page_listed_whole_equals_its_blocks_listed_one_by_one(implementation):
+    pages = Case(64, 1)
+    fine = Case(64, 1)
+    ids = pages.where[3][..., None]
+    each = jnp.where(ids >= 0, ids * 16 + jnp.arange(16), -1)
+    fine.where[3] = each.reshape(*ids.shape[:2], -1)
+    out = fine.attend(implementation, block_size=4)
+    np.testing.assert_array_equal(out, pages.attend(implementation))
+    np.testing.assert_array_equal(out, pages.attend(implementation, block_size=None))
+
+
+def test_gradients_of_the_tiled_form_equal_those_of_the_definition():
+    case = Case(4, 1, lengths=(2 * TILE,))
+    case.keys, case.values = jnp.nan_to_num(case.keys), jnp.nan_to_num(case.values)
+
+    def gradient(implementation):
+        def loss(q, keys, values):
+            case.keys, case.values = keys, values
+            return jnp.sum(jnp.sin(case.attend(implementation, q)))
+
+        arrays = jnp.asarray(case.q), *kept
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(*arrays)
+
+    kept = case.keys, case.values
+    for got, want in zip(gradient("xla_tiled"), gradient("reference"), strict=True):
+        assert jnp.abs(want).max() > 0.01
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("block", [0, 3, 128])
+def test_a_block_that_does_not_divide_the_page_is_refused(block, implementation):
+    with pytest.raises(ValueError, match=f"block_size is {block}"):
+        Case(4, 1, lengths=(10,)).attend(implementation, block_size=block)
