@@ -1,5 +1,6 @@
 """Flax nnx modules that hold parameters only; all sequence state is passed in and returned."""
 
+from hybridjax.layers.gated_delta_net import GatedDeltaNet
 from hybridjax.layers.indexed_attention import IndexedAttention
 from hybridjax.layers.infllm_attention import InfLLMAttention
 from hybridjax.layers.lightning_attention import LightningAttention
@@ -14,6 +15,7 @@ __all__ = [
     "DenseExperts",
     "DenseWeight",
     "Embedding",
+    "GatedDeltaNet",
     "IndexedAttention",
     "InfLLMAttention",
     "LightningAttention",
