@@ -93,7 +93,7 @@ def load_directory(
     """``load_model`` for a directory and a given registry."""
     architecture, config = read_config(directory, architectures)
     if dtype is not None and dtype != "auto":
-        config = dataclasses.replace(config, dtype=_dtype_name(dtype))
+        config = _with_dtype(config, _dtype_name(dtype))
     options = ngram_tables.model_options(config, ple_offload)
     generation = generation_config(directory, getattr(config, "vocab_size", None))
     weights = open_weights(directory)
@@ -133,6 +133,13 @@ def read_config(directory: Path, architectures: Registry[Architecture]) -> tuple
         return architecture, architecture.config.from_dict(raw)
     except ConfigError as error:
         raise CheckpointError(f"{file}: {error}") from error
+
+
+def _with_dtype(config: Any, name: str) -> Any:
+    if not hasattr(config, "text_config"):
+        return dataclasses.replace(config, dtype=name)
+    text = dataclasses.replace(config.text_config, dtype=name)
+    return dataclasses.replace(config, dtype=name, text_config=text)
 
 
 def _dtype_name(dtype: Any) -> str:

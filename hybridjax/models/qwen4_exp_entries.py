@@ -169,6 +169,8 @@ def _shard_rows(config: Qwen4ExpConfig, name: str, total: int, names: Shapes | N
         if i not in found:
             raise CheckpointError(f"{name}shard_{i}.weight is missing, though there is {found[max(found)]}")
     rows = [names[found[i]][0] if names[found[i]] else 0 for i in range(len(found))]
+    if 0 in rows:
+        raise CheckpointError(f"{name}shard_{rows.index(0)}.weight has no rows")
     if sum(rows) != total:
         last = len(rows) - 1
         raise CheckpointError(

@@ -1,8 +1,9 @@
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from damage import GOLDENS
+from damage import GOLDENS, QWEN_GOLDENS
 
 
 @pytest.fixture
@@ -13,3 +14,17 @@ def golden(tmp_path: Path) -> Path:
     for name in ("config.json", "model.safetensors"):
         shutil.copyfile(GOLDENS / "dense" / name, target / name)
     return target
+
+
+@pytest.fixture
+def qwen(tmp_path: Path) -> Callable[[str], Path]:
+    """Copies a Qwen4Exp golden checkpoint of the given name, which a test may damage."""
+
+    def copy(name: str = "text_small") -> Path:
+        target = tmp_path / name
+        target.mkdir()
+        for file in ("config.json", "model.safetensors"):
+            shutil.copyfile(QWEN_GOLDENS / name / file, target / file)
+        return target
+
+    return copy

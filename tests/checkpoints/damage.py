@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
+from hybridjax.checkpoints.safetensors_file import SafetensorsFile, write_safetensors
+
 GOLDENS = Path(__file__).parent.parent / "goldens" / "minicpm_sala"
+QWEN_GOLDENS = GOLDENS.parent / "qwen4_exp"
 
 
 def edit_config(directory: Path, **changes: Any) -> None:
@@ -21,6 +24,22 @@ def edit_tensors(file: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> 
     tensors = {name: value.copy() for name, value in load_file(file).items()}
     change(tensors)
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+def edit_stored(directory: Path, change: Callable[[dict[str, np.ndarray]], Any]) -> dict[str, np.ndarray]:
+    """Rewrites model.safetensors through this package's code, which knows float8; returns the tensors."""
+    file = directory / "model.safetensors"
+    tensors = read_all(file)
+    change(tensors)
+    file.unlink()
+    layout = {name: (value.dtype, value.shape) for name, value in tensors.items()}
+    write_safetensors(file, layout, tensors.__getitem__, {"format": "pt"})
+    return tensors
+
+
+def read_all(file: Path) -> dict[str, np.ndarray]:
+    source = SafetensorsFile(file)
+    return {name: source.read(name).copy() for name in source.tensors}
 
 
 def split_file(directory: Path, parts: int = 2) -> dict[str, str]:
