@@ -1,7 +1,7 @@
 """Qwen3.8-Flash-Next (Qwen4Exp): Gated DeltaNet and indexed attention over four residual streams, a
 mixture of experts after each, n-gram embeddings on the way, and an MTP head."""
 
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -33,6 +33,7 @@ from hybridjax.layers import (
 from hybridjax.models.base import StateSize, TensorEntry
 from hybridjax.models.common import checked_ids, prefixed, state_size
 from hybridjax.models.qwen4_exp_entries import checkpoint_entries
+from hybridjax.ops.ngram_hash import NgramHash
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 
@@ -193,6 +194,11 @@ class Qwen4Exp(nnx.Module):
         return jnp.tile(x, (1, self.text_config.hc_count))
 
     @property
+    def ngram_hashes(self) -> tuple[NgramHash, ...]:
+        """The hash of each PLE layer, in order of depth."""
+        return tuple(self.layers[index].ple.hash for index in self.text_config.ple_layers)
+
+    @property
     def layers_before_ngrams(self) -> int:
         """Layers that can run before any n-gram row is needed."""
         return min(self.text_config.ple_layers, default=len(self.layers))
@@ -328,14 +334,14 @@ class Qwen4Exp(nnx.Module):
 
     @classmethod
     def checkpoint_entries(
-        cls, config: Qwen4ExpConfig, names: Collection[str] | None = None
+        cls, config: Qwen4ExpConfig, names: Mapping[str, tuple[int, ...]] | None = None
     ) -> tuple[TensorEntry, ...]:
         """Every tensor of a checkpoint of this configuration (qwen4_exp 2).
 
         Args:
           config: the architecture.
-          names: the tensors that a checkpoint has, which decide between released variants of the layout;
-            None: the layout that is saved.
+          names: the tensors that a checkpoint has, with their shapes; they decide between released variants
+            of the layout. None: the layout that is saved.
         """
         return tuple(checkpoint_entries(config, cls.prefix, names))
 
@@ -346,8 +352,8 @@ class Qwen4Exp(nnx.Module):
             hash = self.layers[index].ple.hash
             name = f"{self.prefix}layers.{index}.ple.ple_embedding."
             out[name + "layer_multipliers"] = np.asarray(hash.multipliers, np.int64)
-            out[name + "ngram_heads_vocab_sizes"] = np.asarray(hash.sizes, np.int64)
-            out[name + "ngram_heads_offsets"] = np.asarray(hash.offsets, np.int64)
+            out[name + "ngram_heads_vocab_sizes"] = np.asarray(hash.head_sizes, np.int64)
+            out[name + "ngram_heads_offsets"] = np.asarray(hash.head_offsets, np.int64)
         return out
 
     def set_checkpoint_constants(self, constants: Mapping[str, np.ndarray]) -> None:
@@ -355,10 +361,11 @@ class Qwen4Exp(nnx.Module):
         for index in self.text_config.ple_layers:
             ple = self.layers[index].ple
             name = f"{self.prefix}layers.{index}.ple.ple_embedding."
-            ple.hash = ple.hash.replaced(
-                multipliers=constants[name + "layer_multipliers"],
-                sizes=constants[name + "ngram_heads_vocab_sizes"],
-                offsets=constants[name + "ngram_heads_offsets"],
+            ple.hash = dataclasses.replace(
+                ple.hash,
+                multipliers=tuple(constants[name + "layer_multipliers"].tolist()),
+                head_sizes=tuple(constants[name + "ngram_heads_vocab_sizes"].tolist()),
+                head_offsets=tuple(constants[name + "ngram_heads_offsets"].tolist()),
             )
 
 

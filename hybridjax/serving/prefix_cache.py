@@ -84,7 +84,7 @@ class PrefixCache:
         return len(self._snapshots)
 
     def match(self, prompt: np.ndarray) -> Match:
-        """The deepest known state of a proper prefix of ``prompt`` (int32[n]).
+        """The deepest known state of a proper prefix of ``prompt`` (int[n], see Request.cache_ids).
 
         Marks what it finds as used and locks the snapshot against eviction until ``unlock``. The
         caller takes its own references to the pages before it allocates anything.
@@ -216,7 +216,7 @@ class PrefixCache:
 
     def _key(self, prompt: np.ndarray, index: int) -> bytes:
         page = prompt[index * self._page_size : (index + 1) * self._page_size]
-        return page.astype(np.int32, copy=False).tobytes()
+        return page.astype(np.int64, copy=False).tobytes()
 
     def _walk(self, prompt: np.ndarray, depth: int) -> Iterator[_Node]:
         """The known nodes along the prompt's first ``depth`` pages."""

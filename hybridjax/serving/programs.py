@@ -1,11 +1,13 @@
 """The device programs: prefill and decode with sampling inside, over one donated state.
 
-Each program has the signature ``(parameters, DeviceState, int32 buffer) -> (StepOutput, DeviceState)``;
-the state is donated and comes back. One program exists per bucket of static shapes.
+Each program has the signature ``(parameters, DeviceState, int32 buffer, Extras) -> (StepOutput,
+DeviceState)``; the state is donated and comes back. One program exists per bucket of static shapes. Where
+the host looks n-grams up, a decode step is two programs (``decode_head``, ``decode_tail``).
 """
 
 import dataclasses
 import functools
+from collections.abc import Mapping
 from typing import Any
 
 import jax
@@ -16,7 +18,6 @@ from hybridjax.batch import TILE, Batch, Mode, State
 from hybridjax.ops.sampling import (
     MAX_DEVICE_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
-    SampledLogprobs,
     SamplerState,
     SamplingRows,
     record_tokens,
@@ -50,7 +51,16 @@ class StepOutput:
     top_logprobs: jax.Array
 
 
-@dataclasses.dataclass(frozen=True, order=True)
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class Extras:
+    """Large inputs of a step; see the fields of the same names in batch.Batch."""
+
+    ngram_rows: tuple[jax.Array, ...] | None = None
+    features: jax.Array | None = None
+
+
+@dataclasses.dataclass(frozen=True)
 class Bucket:
     """Static shapes of a program.
 
@@ -59,12 +69,16 @@ class Bucket:
       rows: 64-row tiles of a prefill (and as many sequences), or rows of a decode.
       pages: page-table columns.
       steps: most decode steps per dispatch (1 for a prefill).
+      vocab_limit: ids from here on are never sampled; None: all ids may be.
+      images: rows have rotary positions of their own and may stand for image features.
     """
 
     mode: str
     rows: int
     pages: int
     steps: int = 1
+    images: bool = False
+    vocab_limit: int | None = None
 
     @functools.cached_property
     def layout(self) -> Layout:
@@ -81,8 +95,12 @@ class Bucket:
                 Field("initial_slot", (rows,)),
                 Field("snapshot_slot", (rows,)),
             )
+            if self.images:
+                own += (Field("rope_positions", (rows * TILE, 3)), Field("feature_index", (rows * TILE,)))
         else:
             own = (Field("positions", (rows,)), Field("steps", (rows,)), Field("num_steps", ()))
+            if self.images:
+                own += (Field("rope_delta", (rows,)),)
         return Layout((*own, *_shared_fields(rows, self.pages)))
 
 
@@ -105,7 +123,9 @@ def _shared_fields(rows: int, pages: int) -> tuple[Field, ...]:
     )
 
 
-def prefill_step(graph: Any, bucket: Bucket, parameters: Any, state: DeviceState, buffer: jax.Array):
+def prefill_step(
+    graph: Any, bucket: Bucket, parameters: Any, state: DeviceState, buffer: jax.Array, extras: Extras
+):
     """Computes chunks of prompts; samples the first token of every prompt that ends here."""
     model = nnx.merge(graph, parameters)
     x = bucket.layout.unpack(buffer)
@@ -119,57 +139,36 @@ def prefill_step(graph: Any, bucket: Bucket, parameters: Any, state: DeviceState
         logit_rows=x["logit_rows"],
         initial_slot=x["initial_slot"],
         snapshot_slot=x["snapshot_slot"],
+        rope_positions=x.get("rope_positions"),
+        ngram_rows=extras.ngram_rows,
+        features=extras.features,
+        feature_index=x.get("feature_index"),
         mode=Mode.PREFILL,
     )
     hidden, caches = model.forward(batch, state.caches)
     logits = model.logits(hidden[batch.logit_rows])
-    tokens, logprobs = sample(
-        logits,
-        _sampling_rows(x),
-        state.sampler,
-        batch.slot,
-        batch.context_length,
-        x["stop_tokens"],
-        x["min_position"],
-    )
+    tokens, out = _sample(logits, bucket, x, state.sampler, batch.slot, batch.context_length, x["emits"])
     sampler = record_tokens(state.sampler, batch.slot, tokens, x["emits"])
-    out = _output(jnp.where(x["emits"], tokens, -1), logprobs)
     return jax.tree.map(lambda a: a[None], out), DeviceState(caches, sampler)
 
 
-def decode_step(graph: Any, bucket: Bucket, parameters: Any, state: DeviceState, buffer: jax.Array):
+def decode_step(
+    graph: Any, bucket: Bucket, parameters: Any, state: DeviceState, buffer: jax.Array, extras: Extras
+):
     """Up to ``bucket.steps`` decode steps; a row leaves at its own step limit or at a stop token."""
     model = nnx.merge(graph, parameters)
     x = bucket.layout.unpack(buffer)
-    rows, settings = bucket.rows, _sampling_rows(x)
+    rows = bucket.rows
 
     def step(i, carry):
         state, alive, out = carry
         active = alive & (i < x["steps"])
-        position = jnp.where(active, x["positions"] + i, -1)
-        slot = jnp.where(active, x["slot"], 0)
-        batch = Batch(
-            tokens=state.sampler.last_token[slot],
-            positions=position,
-            tile_sequence=jnp.zeros((0,), jnp.int32),
-            context_length=position + 1,
-            slot=slot,
-            page_table=x["page_table"],
-            logit_rows=jnp.arange(rows, dtype=jnp.int32),
-            mode=Mode.DECODE,
-        )
+        batch = _decode_batch(x, state, active, i)
         hidden, caches = model.forward(batch, state.caches)
-        tokens, logprobs = sample(
-            model.logits(hidden),
-            settings,
-            state.sampler,
-            slot,
-            position + 1,
-            x["stop_tokens"],
-            x["min_position"],
+        tokens, new = _sample(
+            model.logits(hidden), bucket, x, state.sampler, batch.slot, batch.context_length, active
         )
-        sampler = record_tokens(state.sampler, slot, tokens, active)
-        new = _output(jnp.where(active, tokens, -1), logprobs)
+        sampler = record_tokens(state.sampler, batch.slot, tokens, active)
         out = jax.tree.map(lambda all_steps, one: all_steps.at[i].set(one), out, new)
         stopped = jnp.any(tokens[:, None] == x["stop_tokens"], axis=1)
         return DeviceState(caches, sampler), active & ~stopped, out
@@ -185,12 +184,68 @@ def decode_step(graph: Any, bucket: Bucket, parameters: Any, state: DeviceState,
     return out, state
 
 
+def decode_head(graph: Any, bucket: Bucket, parameters: Any, state: DeviceState, buffer: jax.Array):
+    """The part of one decode step that needs no n-gram rows: returns (streams, DeviceState)."""
+    model = nnx.merge(graph, parameters)
+    x = bucket.layout.unpack(buffer)
+    batch = _decode_batch(x, state, x["positions"] >= 0, 0)
+    streams, caches = model.run_layers(
+        model.embed(batch), batch, state.caches, stop=model.layers_before_ngrams
+    )
+    return streams, DeviceState(caches, state.sampler)
+
+
+def decode_tail(
+    graph: Any,
+    bucket: Bucket,
+    parameters: Any,
+    state: DeviceState,
+    buffer: jax.Array,
+    streams: jax.Array,
+    extras: Extras,
+):
+    """The rest of a decode step that ``decode_head`` has begun."""
+    model = nnx.merge(graph, parameters)
+    x = bucket.layout.unpack(buffer)
+    active = x["positions"] >= 0
+    batch = dataclasses.replace(_decode_batch(x, state, active, 0), ngram_rows=extras.ngram_rows)
+    streams, caches = model.run_layers(streams, batch, state.caches, start=model.layers_before_ngrams)
+    tokens, out = _sample(
+        model.logits(streams), bucket, x, state.sampler, batch.slot, batch.context_length, active
+    )
+    sampler = record_tokens(state.sampler, batch.slot, tokens, active)
+    return jax.tree.map(lambda a: a[None], out), DeviceState(caches, sampler)
+
+
+def _decode_batch(x: Mapping[str, jax.Array], state: DeviceState, active: jax.Array, i: Any) -> Batch:
+    """The batch of step i of a dispatch; rows that are not active are padding."""
+    rows = active.shape[0]
+    position = jnp.where(active, x["positions"] + i, -1)
+    slot = jnp.where(active, x["slot"], 0)
+    rope = None
+    if "rope_delta" in x:
+        rope = jnp.tile((position + x["rope_delta"])[:, None], (1, 3))
+    return Batch(
+        tokens=state.sampler.last_token[slot],
+        positions=position,
+        tile_sequence=jnp.zeros((0,), jnp.int32),
+        context_length=position + 1,
+        slot=slot,
+        page_table=x["page_table"],
+        logit_rows=jnp.arange(rows, dtype=jnp.int32),
+        rope_positions=rope,
+        mode=Mode.DECODE,
+    )
+
+
+def _sample(logits, bucket, x, sampler, slot, position, emits):
+    """Samples a token per row; returns them all, and the output that shows those of emitting rows."""
+    if bucket.vocab_limit is not None:
+        logits = jnp.where(jnp.arange(logits.shape[-1]) < bucket.vocab_limit, logits, -jnp.inf)
+    settings = SamplingRows(**{f.name: x[f.name] for f in dataclasses.fields(SamplingRows)})
+    tokens, logprobs = sample(logits, settings, sampler, slot, position, x["stop_tokens"], x["min_position"])
+    shown = jnp.where(emits, tokens, -1)
+    return tokens, StepOutput(shown, logprobs.sampled, logprobs.top_ids, logprobs.top_logprobs)
+
+
 STEPS = {"prefill": prefill_step, "decode": decode_step}
-
-
-def _sampling_rows(x) -> SamplingRows:
-    return SamplingRows(**{f.name: x[f.name] for f in dataclasses.fields(SamplingRows)})
-
-
-def _output(tokens: jax.Array, logprobs: SampledLogprobs) -> StepOutput:
-    return StepOutput(tokens, logprobs.sampled, logprobs.top_ids, logprobs.top_logprobs)

@@ -8,6 +8,7 @@ import numpy as np
 from hybridjax.errors import RequestError
 from hybridjax.ops.sampling import MAX_DEVICE_STOP_TOKENS
 from hybridjax.serving.api import FinishReason, SamplingParams
+from hybridjax.serving.prompt_images import PromptImages
 
 
 @dataclasses.dataclass(eq=False)
@@ -26,6 +27,8 @@ class Request:
       max_tokens: tokens to generate at most, resolved against the context.
       seed: 64-bit seed of the request's random stream, resolved.
       eos_tokens: the model's end tokens that end this request; empty with ignore_eos.
+      images: the prompt's images; features: what the vision tower made of them, [tokens, hidden], while
+        the prompt is being computed.
       stop_tokens: every token id that ends it, eos_tokens first, without repetitions.
       arrival: when it was accepted, on the engine's clock.
       cached: tokens that were taken from the prefix cache.
@@ -46,6 +49,8 @@ class Request:
     seed: int
     eos_tokens: tuple[int, ...] = ()
     arrival: float = 0.0
+    images: PromptImages | None = None
+    features: np.ndarray | None = None
     stop_tokens: tuple[int, ...] = dataclasses.field(init=False)
     cached: int = 0
     computed: int = 0
@@ -64,6 +69,16 @@ class Request:
     @property
     def prompt_length(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def cache_ids(self) -> np.ndarray:
+        """What the prefix cache knows the prompt by: int[prompt_length]."""
+        return self.prompt_ids if self.images is None else self.images.cache_ids
+
+    @property
+    def rope_delta(self) -> int:
+        """What the rotary position of a generated token exceeds its position by."""
+        return 0 if self.images is None else self.images.rope_delta
 
     @property
     def limit(self) -> int:
@@ -118,6 +133,7 @@ def make_request(
     *,
     seed: int,
     arrival: float = 0.0,
+    images: PromptImages | None = None,
 ) -> Request:
     """Checks a prompt and its settings and resolves what they leave open.
 
@@ -156,6 +172,7 @@ def make_request(
         seed=seed if params.seed is None else params.seed,
         eos_tokens=() if params.ignore_eos else limits.eos_tokens,
         arrival=arrival,
+        images=images,
     )
     if params.min_tokens > 0 and len(request.stop_tokens) > MAX_DEVICE_STOP_TOKENS:
         raise RequestError(

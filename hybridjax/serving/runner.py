@@ -22,8 +22,18 @@ from hybridjax.configs import EngineConfig
 from hybridjax.ops.dispatch import override
 from hybridjax.ops.sampling import init_sampler_state, neutral_rows, reset_slot, seed_words
 from hybridjax.serving.api import MAX_LOGIT_BIAS
+from hybridjax.serving.image_features import ImageFeatures
+from hybridjax.serving.ngram_rows import NgramRows
 from hybridjax.serving.plan import NotLaunchedError, PrefillPlan, StepResult
-from hybridjax.serving.programs import STEPS, Bucket, DeviceState, StepOutput
+from hybridjax.serving.programs import (
+    STEPS,
+    Bucket,
+    DeviceState,
+    Extras,
+    StepOutput,
+    decode_head,
+    decode_tail,
+)
 from hybridjax.serving.request import Request
 from hybridjax.serving.sizing import PoolSizes, buckets, prefill_tiles
 
@@ -52,9 +62,18 @@ class ModelRunner:
       config: engine settings.
       sizes: pool sizes.
       progress: show a progress bar while compiling.
+      vocab_limit: ids from here on are never sampled: rows of lm_head that no token stands for.
     """
 
-    def __init__(self, model: Any, config: EngineConfig, sizes: PoolSizes, *, progress: bool | None = None):
+    def __init__(
+        self,
+        model: Any,
+        config: EngineConfig,
+        sizes: PoolSizes,
+        *,
+        progress: bool | None = None,
+        vocab_limit: int | None = None,
+    ):
         self.config = config
         self.sizes = sizes
         self.num_pages, self.num_slots = sizes.num_pages, sizes.num_slots
@@ -63,11 +82,25 @@ class ModelRunner:
         self.max_prefill_tiles = prefill_tiles(config, sizes)
         self.vocab_size = model.config.vocab_size
         self.context_length = sizes.context_length
+        self._ngrams = None
+        if getattr(model, "host_tables", None):
+            self._ngrams = NgramRows(model.ngram_hashes, model.host_tables, sizes.num_slots)
+        # Without the tokens of one step the host cannot look up the n-grams of the next.
+        self.max_decode_steps = 1 if self._ngrams else config.num_continuous_decode_steps
         self._graph, self._parameters = nnx.split(model, nnx.Param)
+        self._images = None
+        if hasattr(model, "visual"):
+            self._images = ImageFeatures(self._graph, self._parameters, model.config, model.dtype)
         self._init_caches = functools.partial(model.init_state, sizes.num_pages, sizes.num_slots)
         self._make_state = jax.jit(self._new_state)
         self._state: DeviceState | None = self._make_state()
-        self._buckets = buckets(config, sizes)
+        self._buckets = buckets(
+            config,
+            sizes,
+            steps=self.max_decode_steps,
+            images=self._images is not None,
+            vocab_limit=vocab_limit,
+        )
         self._programs: dict[Bucket, Any] = {}
         self._reset = jax.jit(reset_slot, donate_argnums=0)
         if not config.skip_server_warmup:
@@ -92,14 +125,23 @@ class ModelRunner:
         """Dispatches a step; see plan.Runner."""
         try:
             prepare = self._prefill_inputs if isinstance(plan, PrefillPlan) else self._decode_inputs
-            bucket, fields = prepare(plan)
+            bucket, fields, extras = prepare(plan)
             program = self._programs.get(bucket) or self._compile(bucket)
         except NotLaunchedError:
             raise
         except Exception as error:
             raise NotLaunchedError(f"the step could not be prepared: {error}") from error
         state, self._state = self._live_state(), None
-        output, self._state = program(self._parameters, state, fields[""])
+        if self._ngrams is not None and not isinstance(plan, PrefillPlan):
+            head, tail = program
+            streams, state = head(self._parameters, state, fields[""])
+            # The head runs on the device while the host waits for the last tokens and looks rows up.
+            extras = Extras(ngram_rows=self._ngrams.decode(plan.rows, bucket.rows))
+            output, self._state = tail(self._parameters, state, fields[""], streams, extras)
+        else:
+            output, self._state = program(self._parameters, state, fields[""], extras)
+        if self._ngrams is not None:
+            self._ngrams.sampled(output.tokens, plan.rows)
         wants_top = any(row.request.wants_top_logprobs for row in plan.rows)
         output.tokens.copy_to_host_async()
         output.logprobs.copy_to_host_async()
@@ -117,6 +159,8 @@ class ModelRunner:
         """Makes new, empty state after a failed step; see plan.Runner."""
         try:
             self._drop_state()
+            if self._ngrams is not None:
+                self._ngrams.forget()
             self._state = jax.block_until_ready(self._make_state())
         except Exception:
             logger.exception("the device state could not be made anew")
@@ -154,7 +198,7 @@ class ModelRunner:
         """The smallest compiled shape that holds this many tiles or rows and page columns."""
         return next(b for b in self._buckets if b.mode == mode and b.rows >= rows and b.pages >= pages)
 
-    def _prefill_inputs(self, plan: PrefillPlan) -> tuple[Bucket, dict[str, np.ndarray]]:
+    def _prefill_inputs(self, plan: PrefillPlan) -> tuple[Bucket, dict[str, np.ndarray], Extras]:
         tiles = [-(-(row.end - row.start) // TILE) for row in plan.rows]
         pages = max(-(-row.end // self.page_size) for row in plan.rows)
         bucket = self._bucket("prefill", sum(tiles), pages)
@@ -162,8 +206,9 @@ class ModelRunner:
         _fill_sampling(fields, [row.request for row in plan.rows])
         fields["positions"][:] = -1
         fields["tile_sequence"][sum(tiles) :] = bucket.rows - 1
-        first = 0
+        first, begins = 0, []
         for i, (row, count) in enumerate(zip(plan.rows, tiles)):
+            begins.append(first * TILE)
             begin, length = first * TILE, row.end - row.start
             fields["tokens"][begin : begin + length] = row.request.prompt_ids[row.start : row.end]
             fields["positions"][begin : begin + length] = np.arange(row.start, row.end)
@@ -176,9 +221,12 @@ class ModelRunner:
                 fields["snapshot_slot"][first + (position - row.start) // TILE - 1] = slot
             _fill_pages(fields, i, row.request, -(-row.end // self.page_size))
             first += count
-        return bucket, fields
+        chunks = list(zip(plan.rows, begins))
+        features = self._images.fill(fields, chunks) if self._images is not None else None
+        rows = self._ngrams.prefill(chunks, bucket.rows * TILE) if self._ngrams is not None else None
+        return bucket, fields, Extras(rows, features)
 
-    def _decode_inputs(self, plan: Any) -> tuple[Bucket, dict[str, np.ndarray]]:
+    def _decode_inputs(self, plan: Any) -> tuple[Bucket, dict[str, np.ndarray], Extras]:
         pages = max(-(-(row.position + row.steps) // self.page_size) for row in plan.rows)
         bucket = self._bucket("decode", len(plan.rows), pages)
         fields = bucket.layout.empty()
@@ -188,17 +236,41 @@ class ModelRunner:
         for i, row in enumerate(plan.rows):
             fields["positions"][i] = row.position
             fields["steps"][i] = row.steps
+            if self._images is not None:
+                fields["rope_delta"][i] = row.request.rope_delta
             _fill_pages(fields, i, row.request, -(-(row.position + row.steps) // self.page_size))
-        return bucket, fields
+        return bucket, fields, Extras()
 
     def _compile(self, bucket: Bucket) -> Any:
-        step = functools.partial(STEPS[bucket.mode], self._graph, bucket)
-        shapes = jax.tree.map(_abstract, (self._parameters, self._live_state()))
+        """The bucket's program, or the two of a decode step with tables on the host."""
+        parameters, state = jax.tree.map(_abstract, (self._parameters, self._live_state()))
         buffer = jax.ShapeDtypeStruct((bucket.layout.size,), jnp.int32)
+
+        def compiled(step: Any, *inputs: Any) -> Any:
+            program = jax.jit(functools.partial(step, self._graph, bucket), donate_argnums=1)
+            return program.lower(parameters, state, *inputs).compile()
+
         with override(self.config.implementation):
-            program = jax.jit(step, donate_argnums=1).lower(*shapes, buffer).compile()
+            if bucket.mode == "decode" and self._ngrams is not None:
+                streams = jax.eval_shape(
+                    functools.partial(decode_head, self._graph, bucket), parameters, state, buffer
+                )[0]
+                rows = Extras(ngram_rows=self._ngrams.shapes(bucket.rows))
+                program = compiled(decode_head, buffer), compiled(decode_tail, buffer, streams, rows)
+            else:
+                program = compiled(STEPS[bucket.mode], buffer, self._extras(bucket))
         self._programs[bucket] = program
         return program
+
+    def _extras(self, bucket: Bucket) -> Extras:
+        """Shapes of the large inputs of a bucket's single program."""
+        if bucket.mode == "decode":
+            return Extras()
+        rows = bucket.rows * TILE
+        return Extras(
+            ngram_rows=self._ngrams.shapes(rows) if self._ngrams is not None else None,
+            features=self._images.shape(rows) if self._images is not None else None,
+        )
 
     def _compile_all(self, progress: bool | None) -> None:
         hidden = not sys.stderr.isatty() if progress is None else not progress

@@ -141,10 +141,10 @@ class Scheduler:
             )
         request.computed = end
         if self.cache is not None and isinstance(row, PrefillRow):
-            self.cache.insert(request.prompt_ids, request.pages, end)
+            self.cache.insert(request.cache_ids, request.pages, end)
             for position, slot in row.snapshots:
                 del request.pending_snapshots[position]
-                if not self.cache.attach(request.prompt_ids, position, slot):
+                if not self.cache.attach(request.cache_ids, position, slot):
                     self.slots.release(slot)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
@@ -251,7 +251,7 @@ class Scheduler:
         request = next(iter(self._waiting), None)
         if request is None or len(self._prefilling) + len(self._running) >= self.max_running:
             return None
-        match = self.cache.match(request.prompt_ids) if self.cache is not None else Match()
+        match = self.cache.match(request.cache_ids) if self.cache is not None else Match()
         shared = list(match.pages)
         # Held first, so that making room for the rest cannot evict them.
         self.pages.share(shared)
@@ -296,7 +296,7 @@ class Scheduler:
         while request.snapshots and request.snapshots[0] <= end:
             position = request.snapshots.pop(0)
             assert self.cache is not None
-            if self.cache.has_snapshot(request.prompt_ids, position):
+            if self.cache.has_snapshot(request.cache_ids, position):
                 continue
             slot = self._allocate_slot()
             if slot is not None:

@@ -1,6 +1,7 @@
 """How large the pools are, and which shapes programs are compiled for."""
 
 import dataclasses
+import functools
 import os
 from typing import Any
 
@@ -105,19 +106,30 @@ def pool_sizes(config: EngineConfig, model: Any, free_bytes: int | None = None) 
     )
 
 
-def buckets(config: EngineConfig, sizes: PoolSizes) -> tuple[Bucket, ...]:
-    """The shapes to compile: geometric in rows and in page-table columns, smallest first."""
+def buckets(
+    config: EngineConfig,
+    sizes: PoolSizes,
+    *,
+    steps: int | None = None,
+    images: bool = False,
+    vocab_limit: int | None = None,
+) -> tuple[Bucket, ...]:
+    """The shapes to compile: geometric in rows and in page-table columns, smallest first.
+
+    Args:
+      config, sizes: flags and pools.
+      steps: decode steps per dispatch (default: the flag's).
+      images, vocab_limit: see Bucket.
+    """
     columns = -(-sizes.context_length // sizes.page_size)
     pages = _geometric(columns, smallest=16)
     tiles = _geometric(prefill_tiles(config, sizes), smallest=2)
     rows = _geometric(sizes.max_running_requests, smallest=1)
-    steps = config.num_continuous_decode_steps
-    return tuple(
-        sorted(
-            [Bucket("prefill", t, p) for t in tiles for p in pages]
-            + [Bucket("decode", r, p, steps) for r in rows for p in pages]
-        )
-    )
+    steps = config.num_continuous_decode_steps if steps is None else steps
+    bucket = functools.partial(Bucket, images=images, vocab_limit=vocab_limit)
+    prefill = [bucket("prefill", t, p) for t in tiles for p in pages]
+    decode = [bucket("decode", r, p, steps) for r in rows for p in pages]
+    return tuple(sorted(prefill + decode, key=lambda b: (b.mode, b.rows, b.pages)))
 
 
 def prefill_tiles(config: EngineConfig, sizes: PoolSizes) -> int:

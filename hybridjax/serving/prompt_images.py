@@ -1,0 +1,61 @@
+"""The images of a prompt, as a request carries them."""
+
+import dataclasses
+import hashlib
+from collections.abc import Sequence
+
+import numpy as np
+
+from hybridjax.images.grid import Grid, token_count
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class ProcessedImage:
+    """An image as the vision tower takes it.
+
+    Attributes:
+      patches: float32[P, values]; grid: frames, rows and columns of patches.
+      digest: a hash of all pixels.
+    """
+
+    patches: np.ndarray
+    grid: Grid
+    digest: bytes
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PromptImages:
+    """The images of a prompt whose placeholders have been expanded, L tokens in all.
+
+    Attributes:
+      images: in the order of their placeholders.
+      feature_index: int32[L] which feature, counted over all images, a token stands for; -1 for text.
+      rope_positions: int32[L, 3] MRoPE triples.
+      rope_delta: what the rotary position of a generated token exceeds its position by.
+      cache_ids: int64[L] the token ids; for placeholders negative numbers made from the image's digest,
+        because ids alone do not tell images apart.
+    """
+
+    images: tuple[ProcessedImage, ...]
+    feature_index: np.ndarray
+    rope_positions: np.ndarray
+    rope_delta: int
+    cache_ids: np.ndarray
+
+
+def cache_ids(
+    ids: np.ndarray, feature_index: np.ndarray, images: Sequence[ProcessedImage], merge_size: int
+) -> np.ndarray:
+    """``PromptImages.cache_ids``; each placeholder's number has 63 bits of its image's digest."""
+    out = ids.astype(np.int64)
+    if images:
+        numbers = np.concatenate([_numbers(i.digest, token_count(i.grid, merge_size)) for i in images])
+        placeholder = feature_index >= 0
+        out[placeholder] = numbers[feature_index[placeholder]]
+    return out
+
+
+def _numbers(digest: bytes, count: int) -> np.ndarray:
+    """``count`` negative int64 that depend on every bit of the digest."""
+    stream = hashlib.shake_256(digest).digest(8 * count)
+    return -1 - (np.frombuffer(stream, np.uint64) >> np.uint64(1)).astype(np.int64)
