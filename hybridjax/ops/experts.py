@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from hybridjax.ops.dispatch import Op, einsum_f32, matmul_precision, platform
 
 _LARGEST_BLOCK = 64
+_GATHER_SHARE = 0.375  # choices per expert up to which one product per choice beats grouping on Hopper
+_DENSE_SCRATCH_BYTES = 2**30
 _PAIRWISE = 8192  # choices up to which comparing all pairs beats a sort on a GPU
 
 
@@ -221,7 +223,31 @@ def _hopper(*args) -> bool:
     return supports(*args)
 
 
+def choose(x, ids, weights, gate_up, down) -> str:
+    """The implementation that was fastest for such shapes: benchmarks/results/*_experts.txt.
+
+    A gather reads an expert once per choice, the others once per step: it wins while few choices share one.
+    Dense work reads all experts, which on GPUs without a kernel of their own still beats a loop over blocks.
+    TPUs were not measured; ``ragged_dot`` is the one that XLA compiles to a grouped matmul there.
+    """
+    where, count = platform(), gate_up.shape[0]
+    if where != "gpu":
+        return "ragged" if where == "tpu" else "blocked"
+    hopper = _hopper(x, ids, weights, gate_up, down)
+    if ids.size <= count * (_GATHER_SHARE if hopper else 1.0):
+        return "gather"
+    if hopper:
+        return "mosaic_gpu"
+    scratch = 4 * x.shape[0] * count * (gate_up.shape[1] + sum(down.shape[1:]))
+    return "dense" if scratch <= _DENSE_SCRATCH_BYTES else "blocked"
+
+
+def _experts_automatic(*args):
+    return experts(*args, implementation=choose(*args))
+
+
 experts = Op("experts", _experts)
+experts.register("automatic", _experts_automatic)
 experts.register(
     "mosaic_gpu", "hybridjax.pallas_kernels.experts:experts_mosaic_gpu", platforms=("gpu",), supports=_hopper
 )

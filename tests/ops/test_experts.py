@@ -1,5 +1,7 @@
 """Routed experts against a float64 loop over choices, and the router against its definition."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hybridjax.ops import experts, load_balancing_loss, route
-from hybridjax.ops.experts import block_size, lay_out
+from hybridjax.ops.experts import block_size, choose, lay_out
 
 HIDDEN, WIDTH = 12, 6
 XLA = ["reference", "dense", "gather", "blocked", "ragged"]
@@ -138,7 +140,29 @@ def test_blocks_are_about_as_long_as_what_an_expert_gets():
 
 
 def test_the_automatic_choice_on_a_cpu_is_blocked():
-    assert experts.select(*inputs(0, 64, 16, 4)) == "blocked"
+    args = inputs(0, 64, 16, 4)
+    assert experts.select(*args) == "automatic" and choose(*args) == "blocked"
+    np.testing.assert_array_equal(experts(*args), experts(*args, implementation="blocked"))
+
+
+@pytest.mark.parametrize(
+    ("hopper", "rows", "want"),
+    [
+        (True, 1, "gather"),
+        (True, 19, "gather"),
+        (True, 20, "mosaic_gpu"),
+        (True, 4096, "mosaic_gpu"),
+        (False, 51, "gather"),
+        (False, 52, "dense"),
+        (False, 2048, "blocked"),
+    ],
+)
+def test_the_automatic_choice_on_gpus_follows_choices_per_expert(monkeypatch, hopper, rows, want):
+    module = importlib.import_module("hybridjax.ops.experts")
+    monkeypatch.setattr(module, "platform", lambda: "gpu")
+    monkeypatch.setattr(module, "_hopper", lambda *args: hopper)
+    shapes = ((rows, 2560), (rows, 10), (rows, 10), (512, 1280, 2560), (512, 2560, 640))
+    assert choose(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)) == want
 
 
 @pytest.mark.parametrize("normalise", [True, False])
