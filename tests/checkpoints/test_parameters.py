@@ -1,17 +1,20 @@
 """Whether tensors tile parameters, and models taken apart into tensors and put together again."""
 
+import itertools
+from collections import Counter
+from collections.abc import Iterator
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from hypothesis import given
-from hypothesis import strategies as st
 
 from hybridjax.errors import ConfigError
 from hybridjax.models.base import TensorEntry, tiles
 from hybridjax.training.parameters import ParameterLayout
 
 PATH = ("p",)
+ROWS = 3
 
 
 def covers(entries: list[TensorEntry], shape: tuple[int, ...]) -> bool:
@@ -29,41 +32,44 @@ def covers(entries: list[TensorEntry], shape: tuple[int, ...]) -> bool:
     return bool((count == 1).all())
 
 
-@st.composite
-def cut(draw):
-    """Entries that tile a stack [items, rows, 2], most of the time with one of them bent."""
-    items, rows = draw(st.integers(1, 4)), draw(st.integers(1, 5))
-    entries = []
-    for index in range(items):
-        inner = sorted(draw(st.sets(st.integers(1, max(rows - 1, 1)))) - {rows})
-        bounds = [0, *inner, rows]
-        entries += [
-            TensorEntry("t", (stop - start, 2), PATH, start, index) for start, stop in zip(bounds, bounds[1:])
-        ]
-    bent = draw(st.sampled_from(["no", "drop", "double", "start", "index", "rows", "columns", "whole"]))
-    i = draw(st.integers(0, len(entries) - 1))
-    e = entries[i]
-    step = draw(st.sampled_from([-1, 1]))
-    changes = {
-        "no": [e],
-        "drop": [],
-        "double": [e, e],
-        "start": [TensorEntry("t", e.shape, PATH, e.start + step, e.index)],
-        "index": [TensorEntry("t", e.shape, PATH, e.start, e.index + step)],
-        "rows": [TensorEntry("t", (e.shape[0] + step, 2), PATH, e.start, e.index)],
-        "columns": [TensorEntry("t", (e.shape[0], 3), PATH, e.start, e.index)],
-        "whole": [TensorEntry("t", (items, rows, 2), PATH)],
-    }
-    entries[i : i + 1] = changes[bent]
-    return entries, (items, rows, 2)
+def bent(entry: TensorEntry, items: int) -> Iterator[list[TensorEntry]]:
+    """An entry, and what it could wrongly be."""
+    rows, start, index = entry.shape[0], entry.start, entry.index or 0
+    yield [entry]
+    yield []
+    yield [entry, entry]
+    yield [TensorEntry("t", (rows, 3), PATH, start, index)]
+    yield [TensorEntry("t", (items, ROWS, 2), PATH)]
+    for step in (-1, 1):
+        yield [TensorEntry("t", (rows, 2), PATH, start + step, index)]
+        yield [TensorEntry("t", (rows, 2), PATH, start, index + step)]
+        if rows + step:
+            yield [TensorEntry("t", (rows + step, 2), PATH, start, index)]
 
 
-@given(cut())
-def test_tiling_is_counting(drawn):
-    entries, shape = drawn
-    entries = [e for e in entries if e.shape[0] > 0]
-    if entries:
-        assert tiles(sorted(entries, key=lambda e: e.order), shape) == covers(entries, shape)
+def cut_stacks() -> Iterator[tuple[list[TensorEntry], tuple[int, ...]]]:
+    """Entries that tile a stack [items, ROWS, 2] in every way, with each one of them bent in turn."""
+    cuts = [[0, ROWS], [0, 1, ROWS], [0, 2, ROWS], [0, 1, 2, ROWS]]
+    for items in (1, 2):
+        for chosen in itertools.product(cuts, repeat=items):
+            entries = [
+                TensorEntry("t", (stop - start, 2), PATH, start, index)
+                for index, bounds in enumerate(chosen)
+                for start, stop in itertools.pairwise(bounds)
+            ]
+            for i, entry in enumerate(entries):
+                for instead in bent(entry, items):
+                    yield entries[:i] + instead + entries[i + 1 :], (items, ROWS, 2)
+
+
+def test_tiling_is_counting():
+    verdicts = Counter()
+    for entries, shape in cut_stacks():
+        if entries:
+            tiled = tiles(sorted(entries, key=lambda entry: entry.order), shape)
+            assert tiled == covers(entries, shape), entries
+            verdicts[tiled] += 1
+    assert verdicts[True] > 50 and verdicts[False] > 500
 
 
 def test_parts_are_views_of_items_and_rows():
