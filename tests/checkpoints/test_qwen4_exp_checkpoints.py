@@ -220,6 +220,24 @@ def test_the_table_has_every_name_and_shape_of_the_multimodal_golden(prefix: str
     assert {entry.name: entry.shape for entry in entries} | constants == shapes
 
 
+@pytest.mark.parametrize("dtype", [None, "bfloat16"])
+@pytest.mark.parametrize("offload", ["device", "mmap"])
+def test_multimodal_checkpoints_make_the_round_trip(tmp_path: Path, dtype, offload: str):
+    model = load_model(QWEN_GOLDENS / "multimodal", dtype, ple_offload=offload)
+    assert model.dtype == (dtype or "float32") and model.text_config.dtype == model.config.dtype
+    save_pretrained(model, tmp_path / "out")
+    again = load_model(tmp_path / "out", ple_offload=offload)
+    assert again.config == model.config
+    assert_same_parameters(model, again)
+    expected = read_all(QWEN_GOLDENS / "multimodal" / "model.safetensors")
+    for i in range(model.config.num_hidden_layers):
+        fuse_experts(expected, f"model.language_model.layers.{i}.mlp.")
+    saved = read_all(tmp_path / "out" / "model.safetensors")
+    assert saved.keys() == expected.keys()
+    for tensor, value in expected.items():
+        assert np.array_equal(saved[tensor], value.astype(saved[tensor].dtype)), tensor
+
+
 @pytest.mark.parametrize("fused", [True, False])
 def test_the_released_model_has_the_tensors_that_it_should(fused: bool):
     config = load_config(QWEN_GOLDENS / "text_small")
