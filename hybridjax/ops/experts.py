@@ -14,6 +14,7 @@ import jax.numpy as jnp
 from hybridjax.ops.dispatch import Op, einsum_f32, matmul_precision, platform
 
 _LARGEST_BLOCK = 64
+_TILE = 64  # what the GPU kernel divides both widths into
 _GATHER_SHARE = 0.375  # choices per expert up to which one product per choice beats grouping on Hopper
 _DENSE_SCRATCH_BYTES = 2**30
 _PAIRWISE = 8192  # choices up to which comparing all pairs beats a sort on a GPU
@@ -215,12 +216,12 @@ def experts_blocked(x, ids, weights, gate_up, down):
     return combine(out.reshape(-1, x.shape[1]), blocks.place, ids, weights).astype(x.dtype)
 
 
-def _hopper(*args) -> bool:
-    if platform() != "gpu":
-        return False
-    from hybridjax.pallas_kernels.experts.hopper import supports
-
-    return supports(*args)
+def _hopper(x, ids, weights, gate_up, down) -> bool:
+    """A Hopper GPU, 16-bit weights and activations of one dtype, sizes in whole tiles."""
+    device = jax.config.jax_default_device or jax.devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
+    sixteen = x.dtype in (jnp.bfloat16, jnp.float16) and x.dtype == gate_up.dtype == down.dtype
+    whole = x.shape[1] % _TILE == 0 and down.shape[2] % _TILE == 0
+    return sixteen and whole and getattr(device, "compute_capability", "") == "9.0"
 
 
 def choose(x, ids, weights, gate_up, down) -> str:

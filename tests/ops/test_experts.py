@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hybridjax.ops import experts, load_balancing_loss, route
 from hybridjax.ops.experts import block_size, choose, lay_out
+from hybridjax.pallas_kernels.experts import hopper
 
 HIDDEN, WIDTH = 12, 6
 XLA = ["reference", "dense", "gather", "blocked", "ragged"]
@@ -163,6 +165,23 @@ def test_the_automatic_choice_on_gpus_follows_choices_per_expert(monkeypatch, ho
     monkeypatch.setattr(module, "_hopper", lambda *args: hopper)
     shapes = ((rows, 2560), (rows, 10), (rows, 10), (512, 1280, 2560), (512, 2560, 640))
     assert choose(*(jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes)) == want
+
+
+@pytest.mark.parametrize(("hidden", "width"), [(128, 64), (64, 192)])
+def test_the_gpu_kernel_equals_the_definition_when_interpreted(hidden, width):
+    rng = np.random.default_rng(0)
+    x, gate_up, down = (
+        jnp.asarray(rng.standard_normal(shape) * scale, jnp.bfloat16)
+        for shape, scale in (((40, hidden), 1), ((3, 2 * width, hidden), 0.1), ((3, hidden, width), 0.1))
+    )
+    # Expert 2 gets 68 choices, two blocks of 64; expert 0 none.
+    ids = jnp.where(jnp.arange(40)[:, None] < 6, -1, jnp.asarray([[2, 2]], jnp.int32)).at[0, 1].set(1)
+    weights = jnp.asarray(rng.random((40, 2)), jnp.float32)
+    args = (x, ids, weights, gate_up, down)
+    got = hopper.apply(*args, interpret=plgpu.InterpretGPUParams(detect_races=True))
+    want = oracle(*args)
+    assert not np.asarray(got[1:6], np.float32).any()
+    np.testing.assert_allclose(np.asarray(got, np.float64), want, rtol=2**-7, atol=2**-8 * np.abs(want).max())
 
 
 @pytest.mark.parametrize("normalise", [True, False])

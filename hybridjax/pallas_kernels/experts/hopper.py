@@ -18,7 +18,7 @@ BLOCK = 64  # rows of a block: the M of one wgmma
 _STEP = 64  # elements of K per pipeline step: 128 bytes, one swizzle row
 
 
-def _grouped(x, expert, active, weights, *, parts: int, tile: int, stages: int, finish):
+def _grouped(x, expert, active, weights, *, parts: int, tile: int, stages: int, finish, interpret=None):
     """Each block of rows times its expert's matrix, ``parts`` row ranges of the matrix at a time.
 
     Args:
@@ -30,8 +30,9 @@ def _grouped(x, expert, active, weights, *, parts: int, tile: int, stages: int, 
     Returns:
       [blocks * 64, F]; rows of blocks not in use are undefined.
     """
-    blocks, depth = expert.shape[0], x.shape[1]
+    blocks, steps = expert.shape[0], x.shape[1] // _STEP
     features = weights.shape[1] // parts
+    delay = min(1, steps - 1)  # steps whose products may still run when the next one starts
 
     def kernel(active_ref, expert_ref, x_ref, weights_ref, out_ref):
         block, column = jax.lax.axis_index("block"), jax.lax.axis_index("tile")
@@ -45,22 +46,22 @@ def _grouped(x, expert, active, weights, *, parts: int, tile: int, stages: int, 
                     for acc, weight in zip(sums, weights_smem):
                         plgpu.wgmma(acc, x_smem, weight.T)
                     # Of the step before, whose buffers are about to be refilled, nothing is in flight.
-                    plgpu.wgmma_wait(1)
+                    plgpu.wgmma_wait(delay)
 
                 def rows_of(part):
                     return lambda k: (part * (features // tile) + column, k)
 
                 plgpu.emit_pipeline(
                     step,
-                    grid=(depth // _STEP,),
+                    grid=(steps,),
                     in_specs=[
-                        plgpu.BlockSpec((BLOCK, _STEP), lambda k: (block, k), delay_release=1),
+                        plgpu.BlockSpec((BLOCK, _STEP), lambda k: (block, k), delay_release=delay),
                         *(
-                            plgpu.BlockSpec((tile, _STEP), rows_of(part), delay_release=1)
+                            plgpu.BlockSpec((tile, _STEP), rows_of(part), delay_release=delay)
                             for part in range(parts)
                         ),
                     ],
-                    max_concurrent_steps=min(stages, depth // _STEP),
+                    max_concurrent_steps=min(stages, steps),
                 )(x_ref, *[matrix_ref] * parts)
                 return tuple(acc[...] for acc in sums)
 
@@ -81,6 +82,7 @@ def _grouped(x, expert, active, weights, *, parts: int, tile: int, stages: int, 
         grid=(blocks, features // tile),
         grid_names=("block", "tile"),
         compiler_params=plgpu.CompilerParams(lowering_semantics=plgpu.LoweringSemantics.Warpgroup),
+        interpret=interpret,
     )(active, expert, x, weights)
 
 
@@ -92,8 +94,11 @@ def _tile(features: int, largest: int) -> int:
     return next(size for size in (128, 64) if size <= largest and features % size == 0)
 
 
-def apply(x, ids, weights, gate_up, down, *, gate_tile: int = 64, down_tile: int = 128, stages: int = 4):
-    """The forward pass; tiles are output features per program, stages the depth of its pipeline."""
+def apply(x, ids, weights, gate_up, down, *, gate_tile=64, down_tile=128, stages=4, interpret=None):
+    """The forward pass; tiles are output features per program, stages the depth of its pipeline.
+
+    ``interpret`` runs the kernels on a CPU: an InterpretGPUParams of Pallas.
+    """
     layout = lay_out(ids, gate_up.shape[0], BLOCK)
     active = layout.active.reshape(1)
     rows = x[layout.row.reshape(-1)]
@@ -106,6 +111,7 @@ def apply(x, ids, weights, gate_up, down, *, gate_tile: int = 64, down_tile: int
         tile=_tile(down.shape[2], gate_tile),
         stages=stages,
         finish=_swiglu,
+        interpret=interpret,
     )
     out = _grouped(
         hidden,
@@ -116,16 +122,9 @@ def apply(x, ids, weights, gate_up, down, *, gate_tile: int = 64, down_tile: int
         tile=_tile(x.shape[1], down_tile),
         stages=stages,
         finish=lambda product: product,
+        interpret=interpret,
     )
     return combine(out, layout.place, ids, weights).astype(x.dtype)
-
-
-def supports(x, ids, weights, gate_up, down) -> bool:
-    """Hopper, 16-bit weights and activations of one dtype, sizes in whole tiles."""
-    device = jax.config.jax_default_device or jax.devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
-    sixteen = x.dtype in (jnp.bfloat16, jnp.float16) and x.dtype == gate_up.dtype == down.dtype
-    whole = x.shape[1] % BLOCK == 0 and down.shape[2] % BLOCK == 0
-    return sixteen and whole and getattr(device, "compute_capability", "") == "9.0"
 
 
 @jax.custom_vjp
