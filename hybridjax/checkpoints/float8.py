@@ -44,7 +44,9 @@ def decode_blocks(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int],
     for i in range(len(scales)):
         band = slice(i * height, min((i + 1) * height, rows))
         factors = np.repeat(scales[i].astype(np.float32), width)[:columns]
-        np.copyto(out[band], _VALUES.take(codes[band].view(np.uint8)) * factors, casting="unsafe")
+        values = _VALUES.take(codes[band].view(np.uint8))
+        values *= factors
+        np.copyto(out[band], values, casting="unsafe")
 
 
 def single_scale(scale: np.ndarray) -> float:

@@ -1,7 +1,9 @@
 """Loads a model from a directory of config.json and safetensors files."""
 
 import dataclasses
+import os
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +29,8 @@ from hybridjax.registry import Registry
 
 Placement = jax.Device | jax.sharding.Sharding
 Sharding = Placement | Callable[[ParameterPath, tuple[int, ...]], Placement]
+
+_THREADS = 8
 
 MODEL_DTYPES = ("float32", "bfloat16", "float16")
 
@@ -163,9 +167,12 @@ def _fill(
     shown = None if progress is None else not progress
     loaded: dict[ParameterPath, nnx.Variable[Any]] = {}
     previous = None
-    with tqdm.tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=shown) as bar:
+    with (
+        tqdm.tqdm(total=total, unit="B", unit_scale=True, desc="loading", disable=shown) as bar,
+        ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool,
+    ):
         for parameter in parameters:
-            host = _assemble(parameter, weights)
+            host = _assemble(parameter, weights, pool)
             place = sharding(parameter.path, parameter.shape) if callable(sharding) else sharding
             value = jax.device_put(host, place)
             # Transfers are asynchronous and keep their host buffer; at most two may be alive.
@@ -177,10 +184,13 @@ def _fill(
     nnx.update(model, nnx.from_flat_state(loaded.items()))
 
 
-def _assemble(parameter: Parameter, weights: Mapping[str, SafetensorsFile]) -> np.ndarray:
+def _assemble(
+    parameter: Parameter, weights: Mapping[str, SafetensorsFile], pool: ThreadPoolExecutor
+) -> np.ndarray:
     """The parameter in host memory, never a view of the file: device_put may alias what it is given."""
     out = np.empty(parameter.shape, parameter.value.dtype)
-    for entry in parameter.entries:
+
+    def fill(entry: TensorEntry) -> None:
         file = weights[entry.name]
         try:
             with np.errstate(over="raise", invalid="ignore", under="ignore"):
@@ -190,6 +200,10 @@ def _assemble(parameter: Parameter, weights: Mapping[str, SafetensorsFile]) -> n
                 f"{file.path}: tensor {entry.name} has values beyond the range of {out.dtype}"
             ) from error
         file.release(entry.name)
+
+    # NumPy copies and decodes without the interpreter's lock.
+    for _ in pool.map(fill, parameter.entries):
+        pass
     return out
 
 
