@@ -220,7 +220,7 @@ class Server:
         )
         before = self.cache
         y, self.cache, ids = run(*self.model, jnp.asarray(x), batch, before, shared)
-        self.check_caches(before, rows)
+        self.check_caches(before, rows, mode, shared is not None)
         sets = blocks_of(ids)
         for i, item in enumerate(rows):
             if item is None:
@@ -231,16 +231,24 @@ class Server:
                 np.testing.assert_allclose(y[i], self.want[0][s, p], rtol=3e-5, atol=3e-5)
         return y, sets
 
-    def check_caches(self, before, rows):
-        """Written index keys stay as they are; pages and slots of nobody in the step stay untouched."""
+    def check_caches(self, before, rows, mode, shared):
+        """Written index keys stay as they are; what is not of the step stays untouched."""
         old, new = (np.asarray(c.index_keys)[1:] for c in (before, self.cache))
         known = np.isfinite(old)
         np.testing.assert_array_equal(new[known], old[known])
         here = {item for item in rows if item is not None}
         pages = {int(self.table[s, p // 64]) for s, p in here}
         others = sorted(set(range(1, PAGES)) - pages)
-        slots = sorted(set(range(1, SLOTS)) - {int(self.slot[s]) for s, _ in here})
-        for name, kept in (("keys", others), ("values", others), ("index_keys", others), ("pending", slots)):
+        # Of the raw keys, only those of blocks that stay incomplete are kept (or, decoding, the row's own).
+        columns = np.zeros((SLOTS, self.ratio), bool)
+        for s, p in here:
+            if mode is Mode.DECODE or p // self.ratio * self.ratio + self.ratio > self.done[s]:
+                columns[self.slot[s], p % self.ratio] = True
+        columns[0] = True
+        old, new = np.asarray(before.pending), np.asarray(self.cache.pending)
+        np.testing.assert_array_equal(new[~columns], old[~columns])
+        assert shared or np.isfinite(new[columns][self.ratio :]).all()
+        for name, kept in (("keys", others), ("values", others), ("index_keys", others)):
             old, new = (np.asarray(getattr(c, name))[kept] for c in (before, self.cache))
             np.testing.assert_array_equal(new, old)
 

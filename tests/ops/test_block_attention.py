@@ -92,6 +92,16 @@ def test_a_page_listed_whole_equals_its_blocks_listed_one_by_one(implementation)
     np.testing.assert_array_equal(out, pages.attend(implementation, block_size=None))
 
 
+def test_small_blocks_over_several_segments_of_the_context():
+    """The last 64 queries of 2560 tokens, 640 blocks in 40 pages."""
+    case = Case(4, 1, lengths=(2560,))
+    case.q, case.where = case.q[-TILE:], [case.where[0], *(x[-TILE:] for x in case.where[1:])]
+    out = case.attend("xla_tiled")
+    np.testing.assert_allclose(out, case.attend("reference"), rtol=2e-5, atol=2e-5)
+    case.sequence, case.positions, case.ids = case.sequence[-TILE:], case.positions[-TILE:], case.ids[-TILE:]
+    np.testing.assert_allclose(out[63], case.want(63), rtol=2e-5, atol=2e-5)
+
+
 def test_gradients_of_the_tiled_form_equal_those_of_the_definition():
     case = Case(4, 1, lengths=(2 * TILE,))
     case.keys, case.values = jnp.nan_to_num(case.keys), jnp.nan_to_num(case.values)
