@@ -1,6 +1,7 @@
 """Flax nnx modules that hold parameters only; all sequence state is passed in and returned."""
 
 from hybridjax.layers.gated_delta_net import GatedDeltaNet
+from hybridjax.layers.gated_residual import GatedResidual
 from hybridjax.layers.indexed_attention import IndexedAttention
 from hybridjax.layers.infllm_attention import InfLLMAttention
 from hybridjax.layers.lightning_attention import LightningAttention
@@ -9,6 +10,7 @@ from hybridjax.layers.mlp import SwiGLU
 from hybridjax.layers.ngram_embedding import NgramEmbedding
 from hybridjax.layers.norm import CenteredRMSNorm, RMSNorm
 from hybridjax.layers.sparse_moe import DenseExperts, SparseMoE
+from hybridjax.layers.vision import VisionTower
 
 __all__ = [
     "CenteredRMSNorm",
@@ -16,6 +18,7 @@ __all__ = [
     "DenseWeight",
     "Embedding",
     "GatedDeltaNet",
+    "GatedResidual",
     "IndexedAttention",
     "InfLLMAttention",
     "LightningAttention",
@@ -24,4 +27,5 @@ __all__ = [
     "RMSNorm",
     "SparseMoE",
     "SwiGLU",
+    "VisionTower",
 ]

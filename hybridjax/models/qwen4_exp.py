@@ -1,6 +1,7 @@
 """Qwen3.8-Flash-Next (Qwen4Exp): Gated DeltaNet and indexed attention over four residual streams, a
 mixture of experts after each, n-gram embeddings on the way, and an MTP head."""
 
+import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -222,6 +223,8 @@ class Qwen4Exp(nnx.Module):
         caches = None if state is None else list(state)
         for i in range(start, count if stop is None else stop):
             layer = self.layers[i]
+            if probe is not None:
+                probe(f"layers.{i}.hidden", streams)
             if i in text.ple_layers:
                 number = text.ple_layers.index(i)
                 rows = None if batch.ngram_rows is None else batch.ngram_rows[number]
@@ -230,8 +233,6 @@ class Qwen4Exp(nnx.Module):
                 streams = streams + delta
                 if caches is not None:
                     caches[count + number] = cache
-            if probe is not None:
-                probe(f"layers.{i}.hidden", streams)
             inner = prefixed(probe, f"layers.{i}.")
             if self.remat and caches is None:
                 streams, seen = nnx.remat(_probed_layer, static_argnums=(3,))(

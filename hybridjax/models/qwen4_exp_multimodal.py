@@ -1,7 +1,7 @@
 """Qwen3.8-Flash-Next with its vision tower: the text model and what turns images into its rows."""
 
 import dataclasses
-from collections.abc import Collection
+from collections.abc import Mapping
 
 import jax
 import jax.numpy as jnp
@@ -87,7 +87,7 @@ class Qwen4ExpMultimodal(Qwen4Exp):
     def checkpoint_entries(
         cls,
         config: Qwen4ExpMultimodalConfig,  # pyright: ignore[reportIncompatibleMethodOverride]
-        names: Collection[str] | None = None,
+        names: Mapping[str, tuple[int, ...]] | None = None,
     ) -> tuple[TensorEntry, ...]:
         """Every tensor of a checkpoint of this configuration; see ``Qwen4Exp.checkpoint_entries``."""
         text = checkpoint_entries(config.text_config, cls.prefix, names)

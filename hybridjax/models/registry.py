@@ -3,8 +3,11 @@
 import dataclasses
 from typing import Any
 
-from hybridjax.configs import MiniCPMSALAConfig
+from hybridjax.configs import MiniCPMSALAConfig, Qwen4ExpConfig
+from hybridjax.configs.qwen4_exp_multimodal import Qwen4ExpMultimodalConfig
 from hybridjax.models.minicpm_sala import MiniCPMSALA
+from hybridjax.models.qwen4_exp import Qwen4Exp
+from hybridjax.models.qwen4_exp_multimodal import Qwen4ExpMultimodal
 from hybridjax.registry import Registry
 
 
@@ -21,3 +24,7 @@ class Architecture:
 
 ARCHITECTURES: Registry[Architecture] = Registry("architecture")
 ARCHITECTURES.register("MiniCPMSALAForCausalLM")(Architecture(MiniCPMSALAConfig, MiniCPMSALA))
+ARCHITECTURES.register("Qwen4ExpForCausalLM")(Architecture(Qwen4ExpConfig, Qwen4Exp))
+ARCHITECTURES.register("Qwen4ExpForConditionalGeneration")(
+    Architecture(Qwen4ExpMultimodalConfig, Qwen4ExpMultimodal)
+)

@@ -9,10 +9,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from model_batches import decode_batch, poisoned_state, prefill_batch, relative_errors, relative_to_peak
 from safetensors.numpy import load_file
 
 import hybridjax
-from hybridjax.batch import TILE, Batch, Mode, PagedCache
+from hybridjax.batch import TILE, PagedCache
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "minicpm_sala"
 NAMES = ("dense", "sparse", "sparse_wide")
@@ -23,16 +24,6 @@ def golden(request):
     directory = GOLDENS / request.param
     model = hybridjax.load_model(directory, dtype="float32")
     return model, load_file(directory / "golden.safetensors")
-
-
-def relative_errors(got, want):
-    """Per row, |got - want| / |want|."""
-    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
-    return np.linalg.norm(got - want, axis=-1) / np.linalg.norm(want, axis=-1)
-
-
-def relative_to_peak(got, want):
-    return np.abs(np.asarray(got, np.float64) - want).max() / np.abs(want).max()
 
 
 @nnx.jit
@@ -74,42 +65,6 @@ def test_sequences_of_a_batch_do_not_see_each_other(golden):
     ids = jnp.asarray(want["input_ids"], jnp.int32)
     pair = jnp.stack([ids, jnp.roll(ids, 1)])
     assert relative_errors(forced(model, pair)[0][0], want["logits"]).max() < 2e-5
-
-
-def poisoned_state(model, pages, slots):
-    state = model.init_state(pages, slots)
-    return jax.tree.map(lambda x: jnp.full_like(x, jnp.nan), state)
-
-
-def prefill_batch(ids, start, end, table, slot):
-    tiles = -(-(end - start) // TILE)
-    positions = np.full(tiles * TILE, -1, np.int32)
-    positions[: end - start] = np.arange(start, end)
-    tokens = np.zeros(tiles * TILE, np.int32)
-    tokens[: end - start] = ids[start:end]
-    return Batch(
-        tokens=jnp.asarray(tokens),
-        positions=jnp.asarray(positions),
-        tile_sequence=jnp.zeros((tiles,), jnp.int32),
-        context_length=jnp.array([end], jnp.int32),
-        slot=jnp.array([slot], jnp.int32),
-        page_table=table,
-        logit_rows=jnp.zeros((1,), jnp.int32),
-        mode=Mode.PREFILL,
-    )
-
-
-def decode_batch(token, position, table, slot):
-    return Batch(
-        tokens=jnp.array([token], jnp.int32),
-        positions=jnp.array([position], jnp.int32),
-        tile_sequence=jnp.zeros((0,), jnp.int32),
-        context_length=jnp.array([position + 1], jnp.int32),
-        slot=jnp.array([slot], jnp.int32),
-        page_table=table,
-        logit_rows=jnp.zeros((1,), jnp.int32),
-        mode=Mode.DECODE,
-    )
 
 
 @pytest.mark.parametrize("chunk", [64, 128, None])
