@@ -135,7 +135,8 @@ def test_greedy_continuation_through_the_teacher_forced_call(name):
 
 class TestMTP:
     @pytest.fixture(scope="class")
-    def mtp(self):
+    @classmethod
+    def mtp(cls):
         directory = GOLDENS / "text_mtp"
         model = hybridjax.load_model(directory, dtype="float32")
         facts = json.loads((directory / "golden.json").read_text())
@@ -178,7 +179,8 @@ class TestMTP:
 
 class TestImages:
     @pytest.fixture(scope="class")
-    def multimodal(self):
+    @classmethod
+    def multimodal(cls):
         directory = GOLDENS / "multimodal"
         model = hybridjax.load_model(directory, dtype="float32")
         return (
