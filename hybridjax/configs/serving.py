@@ -33,6 +33,16 @@ class EngineConfig:
         "parameter and activation dtype; auto: the checkpoint's, float32 on a CPU",
         choices=["auto", "float32", "bfloat16", "float16"],
     )
+    ple_offload: str = flag(
+        "auto",
+        "where the n-gram table lives: on the device, in host memory, or memory-mapped from the checkpoint; "
+        "auto: on the device if it takes at most an eighth of its memory, else host",
+        choices=["auto", "device", "host", "mmap"],
+    )
+    max_image_area: int = flag(
+        4 * 2**20,
+        "pixels of an image after resizing; larger ones are scaled down (the checkpoint may say less)",
+    )
     context_length: int | None = flag(None, "longest prompt + completion in tokens (default: the model's)")
     mem_fraction_static: float = flag(
         0.85, "share of the device memory that weights and state pools may take together"
@@ -74,7 +84,7 @@ class EngineConfig:
             self.chunked_prefill_size,
             "a positive number of tokens, or -1",
         )
-        for name in ("num_continuous_decode_steps", "max_queued_requests"):
+        for name in ("num_continuous_decode_steps", "max_queued_requests", "max_image_area"):
             positive_int(name, getattr(self, name))
         for name in (
             "context_length",
@@ -91,6 +101,8 @@ class EngineConfig:
             self.dtype,
             "auto, float32, bfloat16 or float16",
         )
+        places = ("auto", "device", "host", "mmap")
+        check(self.ple_offload in places, "ple_offload", self.ple_offload, "auto, device, host or mmap")
         check(0 <= self.random_seed < 2**31, "random_seed", self.random_seed, "in 0..2**31-1")
 
 

@@ -28,9 +28,11 @@ from hybridjax.serving.api import (
     SamplingParams,
     TokenLogprob,
 )
+from hybridjax.serving.image_inputs import ImageInputs
 from hybridjax.serving.loop import EngineLoop, Entry
 from hybridjax.serving.output import OutputProcessor, TextSource
 from hybridjax.serving.plan import Runner
+from hybridjax.serving.prompt_images import PromptImages
 from hybridjax.serving.request import Limits, make_request
 from hybridjax.serving.scheduler import Scheduler
 
@@ -101,6 +103,7 @@ class Engine:
         make_text_source: MakeTextSource | None = None,
         clock: Callable[[], float] = time.monotonic,
         sampling_defaults: Mapping[str, float] | None = None,
+        image_inputs: ImageInputs | None = None,
     ) -> None:
         running = min(runner.max_decode_rows, runner.num_slots - 1)
         running = min(running, config.max_running_requests or running)
@@ -118,6 +121,7 @@ class Engine:
             max_total_tokens=capacity,
             sampling_defaults=sampling_defaults or {},
         )
+        self._image_inputs = image_inputs
         self._make_text_source = make_text_source or _detokenizer
         self._clock = clock
         self._seeds = random.Random(config.random_seed)
@@ -130,7 +134,7 @@ class Engine:
             max_prefill_tiles=runner.max_prefill_tiles,
             # Left open, the runner's largest prefill bucket decides.
             chunked_prefill_size=config.chunked_prefill_size or -1,
-            num_decode_steps=config.num_continuous_decode_steps,
+            num_decode_steps=min(config.num_continuous_decode_steps, runner.max_decode_steps),
             prefix_caching=not config.disable_radix_cache,
             clock=clock,
         )
@@ -160,11 +164,17 @@ class Engine:
         return self._loop.stats
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, on_output: OnOutput, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        on_output: OnOutput,
+        *,
+        request_id: str | None = None,
+        images: Sequence[np.ndarray] = (),
     ) -> str:
         """Queues a request and returns its id; see ``FrontDoor.submit``."""
         self._loop.check_accepts([request_id] if request_id is not None else [])
-        entry = self._entry(prompt, params, on_output, request_id)
+        entry = self._entry(prompt, params, on_output, request_id, images)
         self._loop.add([entry])
         return entry.request.request_id
 
@@ -178,6 +188,7 @@ class Engine:
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         *,
         request_ids: Sequence[str] | None = None,
+        images: Sequence[Sequence[np.ndarray]] | None = None,
     ) -> list[GenerationResult]:
         """Completes one prompt or several and waits for all of them.
 
@@ -185,6 +196,7 @@ class Engine:
           prompts: a string, a list of token ids, or a list of such prompts; any number of them.
           params: for all prompts, or one per prompt; default: ``SamplingParams()``.
           request_ids: one per prompt, unique.
+          images: of each prompt, uint8[H, W, 3] RGB in the order of its placeholders.
 
         Returns:
           One result per prompt, in their order. A request that failed on the way has finish_reason
@@ -197,6 +209,7 @@ class Engine:
         batch = _prompts(prompts)
         each = _one_per_prompt("params", params or SamplingParams(), SamplingParams, len(batch))
         ids = _one_per_prompt("request_ids", request_ids, type(None), len(batch))
+        pictures = _one_per_prompt("images", images, type(None), len(batch))
         finished: queue.SimpleQueue[int] = queue.SimpleQueue()
         events: list[list[RequestOutput]] = [[] for _ in batch]
 
@@ -206,8 +219,8 @@ class Engine:
                 finished.put(index)
 
         entries = [
-            self._entry(prompt, params, functools.partial(on_output, i), request_id)
-            for i, (prompt, params, request_id) in enumerate(zip(batch, each, ids))
+            self._entry(prompt, params, functools.partial(on_output, i), request_id, own or ())
+            for i, (prompt, params, request_id, own) in enumerate(zip(batch, each, ids, pictures))
         ]
         self._loop.add(entries, bounded=False)
         try:
@@ -239,7 +252,12 @@ class Engine:
         self.shutdown()
 
     def _entry(
-        self, prompt: Prompt, params: SamplingParams, on_output: OnOutput, request_id: str | None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        on_output: OnOutput,
+        request_id: str | None,
+        images: Sequence[np.ndarray] = (),
     ) -> Entry:
         """Checks a request and makes what the loop needs to run it."""
         if not isinstance(prompt, str):
@@ -254,6 +272,7 @@ class Engine:
             ids = self.tokenizer.encode(prompt)
         if self.tokenizer is None and params.stop:
             raise RequestError("stop strings need a tokenizer, which this engine has not", param="stop")
+        ids, prompt_images = self._with_images(ids, images)
         request = make_request(
             f"req-{uuid.uuid4().hex}" if request_id is None else request_id,
             ids,
@@ -261,11 +280,24 @@ class Engine:
             self._limits,
             seed=self._next_seed(),
             arrival=self._clock(),
+            images=prompt_images,
         )
         text_source = None
         if self.tokenizer is not None:
             text_source = self._make_text_source(self.tokenizer, params.skip_special_tokens)
         return Entry(request, OutputProcessor(request, text_source), on_output)
+
+    def _with_images(self, ids: Any, images: Sequence[np.ndarray]) -> tuple[Any, PromptImages | None]:
+        """The ids with placeholders expanded, and what a request carries of its images."""
+        if self._image_inputs is not None:
+            return self._image_inputs.prepare(ids, images, self._limits)
+        if images:
+            raise RequestError(
+                "the prompt has images; this model takes text only",
+                param="messages",
+                code="images_not_supported",
+            )
+        return ids, None
 
     def _next_seed(self) -> int:
         with self._seed_lock:
@@ -287,7 +319,7 @@ def _load(config: EngineConfig) -> dict[str, Any]:
     from hybridjax.checkpoints import generation_config, load_config, load_model, resolve
     from hybridjax.ops import parse_override
     from hybridjax.serving.runner import ModelRunner, enable_compilation_cache
-    from hybridjax.serving.sizing import pool_sizes
+    from hybridjax.serving.sizing import ngram_table_placement, pool_sizes
     from hybridjax.text import load_tokenizer
 
     directory = resolve(config.model_path)
@@ -308,11 +340,20 @@ def _load(config: EngineConfig) -> dict[str, Any]:
     else:
         log.warning("%s has no tokenizer.json: only token ids are served", directory)
     on_cpu = jax.default_backend() == "cpu"
-    model = load_model(directory, "float32" if config.dtype == "auto" and on_cpu else config.dtype)
+    dtype = "float32" if config.dtype == "auto" and on_cpu else config.dtype
+    placement = ngram_table_placement(config, architecture)
+    model = load_model(directory, dtype, ple_offload=placement)
     enable_compilation_cache(config.compilation_cache_dir)
-    runner = ModelRunner(model, config, pool_sizes(config, model))
+    vocab_limit = None
+    if tokenizer is not None and tokenizer.id_limit < architecture.vocab_size:
+        vocab_limit = tokenizer.id_limit
+    runner = ModelRunner(model, config, pool_sizes(config, model), vocab_limit=vocab_limit)
     named = generation.eos_token_id
+    image_inputs = None
+    if hasattr(architecture, "vision_config"):
+        image_inputs = ImageInputs.load(directory, architecture, config)
     return {
+        "image_inputs": image_inputs,
         "runner": runner,
         "tokenizer": tokenizer,
         "eos_tokens": model.config.eos_token_id if named is None else named,

@@ -112,6 +112,7 @@ class Runner(Protocol):
       num_pages, num_slots: sizes of the state pools, page 0 and slot 0 (nobody's) included.
       page_size: tokens per page.
       max_decode_rows: rows of the largest decode bucket.
+      max_decode_steps: most steps of a decode dispatch.
       max_prefill_tiles: 64-row tiles of the largest prefill bucket.
       context_length: longest prompt + completion.
     """
@@ -120,6 +121,7 @@ class Runner(Protocol):
     num_slots: int
     page_size: int
     max_decode_rows: int
+    max_decode_steps: int
     max_prefill_tiles: int
     vocab_size: int
     context_length: int

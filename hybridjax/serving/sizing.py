@@ -51,6 +51,28 @@ def free_state_bytes(config: EngineConfig) -> int:
     return int(stats["bytes_limit"] * config.mem_fraction_static) - stats["bytes_in_use"]
 
 
+def ngram_table_placement(config: EngineConfig, architecture: Any) -> str:
+    """Where n-gram tables shall be: "device", "host" or "mmap"; what "auto" leaves open by their size.
+
+    Args:
+      config: flags.
+      architecture: the model's configuration.
+    """
+    if config.ple_offload != "auto":
+        return config.ple_offload
+    text = getattr(architecture, "text_config", architecture)
+    layers = len(getattr(text, "ple_layers", ()))
+    if not layers:
+        return "device"
+    heads = (text.ngram_size - 1) * text.heads_per_ngram
+    values = layers * text.ngram_vocab_size_base * heads * (text.ple_embed_dim // heads)
+    device = jax.local_devices()[0]
+    stats = device.memory_stats() if device.platform != "cpu" else None
+    physical = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    memory = stats["bytes_limit"] if stats else physical
+    return "device" if values * 2 <= memory / 8 else "host"
+
+
 def pool_sizes(config: EngineConfig, model: Any, free_bytes: int | None = None) -> PoolSizes:
     """Sizes from flags, and what flags leave open from the free memory.
 

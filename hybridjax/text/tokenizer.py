@@ -61,6 +61,7 @@ class Tokenizer:
 
     Attributes:
       vocab_size: number of tokens, added ones included.
+      id_limit: ids from here on stand for no token; a model may have rows for them.
       bos_token, eos_token: their texts, None if the tokenizer has none.
       bos_token_id, eos_token_id: their ids, None likewise. The model's own list of end tokens is in
         its config and may be longer.
@@ -83,6 +84,8 @@ class Tokenizer:
         self._templates = dict(templates)
         self._bytes_of: dict[int, bytes] = {}
         self.vocab_size: int = backend.get_vocab_size(with_added_tokens=True)
+        ids = backend.get_vocab(with_added_tokens=True).values()
+        self.id_limit: int = max(ids, default=-1) + 1
         self.special_ids = frozenset(i for i, t in backend.get_added_tokens_decoder().items() if t.special)
         self.bos_token = special_tokens.get("bos_token")
         self.eos_token = special_tokens.get("eos_token")

@@ -83,12 +83,14 @@ class FakeRunner:
         num_slots: int = 9,
         page_size: int = 64,
         max_decode_rows: int = 8,
+        max_decode_steps: int = 64,
         max_prefill_tiles: int = 8,
         vocab_size: int = 101,
         context_length: int = 640,
         recoverable: bool = True,
     ):
         self.num_pages, self.num_slots, self.page_size = num_pages, num_slots, page_size
+        self.max_decode_steps = max_decode_steps
         self.max_decode_rows, self.max_prefill_tiles = max_decode_rows, max_prefill_tiles
         self.vocab_size, self.context_length = vocab_size, context_length
         self.recoverable = recoverable

@@ -1,0 +1,86 @@
+"""From decoded images to what a request carries: patches, placeholders, rotary positions, cache keys."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from hybridjax.configs import EngineConfig
+from hybridjax.errors import RequestError
+from hybridjax.images import ImageProcessor, content_hash, expand_placeholders, rope_positions, token_count
+from hybridjax.json_files import read_object
+from hybridjax.serving.prompt_images import ProcessedImage, PromptImages, cache_ids
+from hybridjax.serving.request import Limits
+
+
+class ImageInputs:
+    """Prepares the images of prompts; callable from any thread.
+
+    Args:
+      processor: of the model.
+      config: the model's configuration, with ``vision_config`` and ``image_token_id``.
+      max_images: per request.
+    """
+
+    def __init__(self, processor: ImageProcessor, config: Any, max_images: int):
+        self._processor, self._config, self._max_images = processor, config, max_images
+        self._merge = config.vision_config.spatial_merge_size
+
+    @classmethod
+    def load(cls, directory: Path, architecture: Any, config: EngineConfig) -> "ImageInputs":
+        """Reads preprocessor_config.json if the checkpoint has one."""
+        file = directory / "preprocessor_config.json"
+        raw = read_object(file) if file.exists() else None
+        processor = ImageProcessor.from_config(
+            architecture.vision_config, raw, max_pixels=config.max_image_area
+        )
+        return cls(processor, architecture, config.max_images_per_request)
+
+    def prepare(
+        self, ids: Any, images: Sequence[np.ndarray], limits: Limits
+    ) -> tuple[Any, PromptImages | None]:
+        """The prompt with placeholders expanded and its images processed.
+
+        Args:
+          ids: token ids with one placeholder per image, not checked yet.
+          images: uint8[H, W, 3] RGB in the order of their placeholders.
+          limits: of the engine.
+
+        Raises:
+          RequestError: too many images, not as many as placeholders, or more than the context holds.
+        """
+        config = self._config
+        flat = np.asarray(ids) if not isinstance(ids, np.ndarray) else ids
+        if flat.ndim != 1 or flat.dtype.kind not in "iu":
+            return ids, None  # make_request says what is wrong with it
+        if (flat == config.video_token_id).any():
+            raise RequestError("the prompt has a video placeholder; videos are not supported",
+                               param="messages", code="unsupported_content")  # fmt: skip
+        if not len(images) and not (flat == config.image_token_id).any():
+            return ids, None
+        if len(images) > self._max_images:
+            raise RequestError(
+                f"the prompt has {len(images)} images; at most {self._max_images} are allowed",
+                param="messages",
+                code="too_many_images",
+            )
+        grids = [self._processor.grid(*image.shape[:2]) for image in images]
+        expanded = expand_placeholders(flat, grids, config.image_token_id, self._merge)
+        if len(expanded) >= limits.context_length:
+            raise RequestError(
+                f"the prompt has {len(expanded)} tokens, {sum(token_count(g, self._merge) for g in grids)} of "
+                f"them for images; the context of {limits.context_length} tokens must also hold at least one "
+                "generated token",
+                param="messages",
+                code="context_length_exceeded",
+            )
+        rope, delta = rope_positions(expanded, grids, config.image_token_id, self._merge)
+        processed = tuple(
+            ProcessedImage(self._processor(image)[0], grid, content_hash(image))
+            for image, grid in zip(images, grids)
+        )
+        placeholder = expanded == config.image_token_id
+        index = np.where(placeholder, np.cumsum(placeholder) - 1, -1).astype(np.int32)
+        keys = cache_ids(expanded, index, processed, self._merge)
+        return expanded, PromptImages(processed, index, rope, delta, keys)
