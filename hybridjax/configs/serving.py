@@ -43,6 +43,11 @@ class EngineConfig:
         4 * 2**20,
         "pixels of an image after resizing; larger ones are scaled down (the checkpoint may say less)",
     )
+    max_image_bytes: int = flag(
+        20 * 2**20, "largest image file in a prompt; in an HTTP body, its base64 also counts as part of that"
+    )
+    max_image_pixels: int = flag(40_000_000, "most pixels (width * height) of an image in a prompt, as sent")
+    max_images_per_request: int = flag(16, "most images in a prompt")
     context_length: int | None = flag(None, "longest prompt + completion in tokens (default: the model's)")
     mem_fraction_static: float = flag(
         0.85, "share of the device memory that weights and state pools may take together"
@@ -85,6 +90,8 @@ class EngineConfig:
             "a positive number of tokens, or -1",
         )
         for name in ("num_continuous_decode_steps", "max_queued_requests", "max_image_area"):
+            positive_int(name, getattr(self, name))
+        for name in ("max_image_bytes", "max_image_pixels", "max_images_per_request"):
             positive_int(name, getattr(self, name))
         for name in (
             "context_length",

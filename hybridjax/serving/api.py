@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, Protocol
 
+import numpy as np
+
 from hybridjax.errors import RequestError
 
 MAX_TOP_LOGPROBS = 20
@@ -167,11 +169,27 @@ class GenerationResult:
 
 
 @dataclasses.dataclass(frozen=True)
+class ImageSupport:
+    """What images a prompt may have.
+
+    Attributes:
+      max_image_bytes: of an encoded file.
+      max_image_pixels: width * height of an image before resizing.
+      max_images: per prompt.
+    """
+
+    max_image_bytes: int
+    max_image_pixels: int
+    max_images: int
+
+
+@dataclasses.dataclass(frozen=True)
 class EngineInfo:
     """What a front needs to know about the engine (all of it may be shown to clients).
 
     Attributes:
       sampling_defaults: values that the checkpoint recommends for fields of SamplingParams.
+      images: None if the model takes none.
     """
 
     model_name: str
@@ -181,6 +199,7 @@ class EngineInfo:
     max_running_requests: int
     max_total_tokens: int
     sampling_defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
+    images: ImageSupport | None = None
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -221,15 +240,28 @@ class FrontDoor(Protocol):
         ...
 
     def submit(
-        self, prompt: Prompt, params: SamplingParams, on_output: OnOutput, *, request_id: str | None = None
+        self,
+        prompt: Prompt,
+        params: SamplingParams,
+        on_output: OnOutput,
+        *,
+        request_id: str | None = None,
+        images: Sequence[np.ndarray] = (),
     ) -> str:
-        """Queues a request and returns its id; tokenises a string prompt in the calling thread.
+        """Queues a request and returns its id; tokenises and prepares images in the calling thread.
 
-        ``on_output`` is called from the engine's thread and must neither block nor raise.
+        Args:
+          prompt: text or token ids, with one placeholder per image.
+          params: how to continue it.
+          on_output: called from the engine's thread; must neither block nor raise.
+          request_id: None: made up.
+          images: uint8[H, W, 3], RGB, in the order of their placeholders. Not changed, and not kept as they
+            are, so that requests may share them.
 
         Raises:
           RequestError: the prompt is empty, too long for the context with max_tokens, or has ids
-            outside the vocabulary; a duplicate request_id.
+            outside the vocabulary; not as many placeholders as images, or images that the model does
+            not take; a duplicate request_id.
           QueueFullError: max_queued_requests are waiting.
           EngineDeadError: the engine has stopped.
         """
