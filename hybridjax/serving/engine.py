@@ -76,6 +76,7 @@ class Engine:
         *,
         eos_tokens: Sequence[int] = (),
         make_text_source: MakeTextSource | None = None,
+        image_inputs: ImageInputs | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> "Engine":
         """An engine around a given runner, which it owns from now on.
@@ -87,10 +88,20 @@ class Engine:
           info: what ``info`` returns (default: made from the runner).
           eos_tokens: the model's end tokens.
           make_text_source: makes a detokenizer from the tokenizer and skip_special_tokens.
+          image_inputs: prepares images; None: the model takes none.
           clock: seconds.
         """
         engine = cls.__new__(cls)
-        engine._set_up(config, runner, tokenizer, tuple(eos_tokens), info, make_text_source, clock)
+        engine._set_up(
+            config,
+            runner,
+            tokenizer,
+            tuple(eos_tokens),
+            info,
+            make_text_source,
+            clock,
+            image_inputs=image_inputs,
+        )
         return engine
 
     def _set_up(

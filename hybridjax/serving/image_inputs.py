@@ -8,7 +8,7 @@ import numpy as np
 
 from hybridjax.configs import EngineConfig
 from hybridjax.errors import RequestError
-from hybridjax.images import ImageProcessor, content_hash, expand_placeholders, rope_positions, token_count
+from hybridjax.images import ImageProcessor, content_hash, expand_placeholders, rope_positions
 from hybridjax.json_files import read_object
 from hybridjax.serving.prompt_images import ProcessedImage, PromptImages, cache_ids
 from hybridjax.serving.request import Limits
@@ -69,9 +69,8 @@ class ImageInputs:
         expanded = expand_placeholders(flat, grids, config.image_token_id, self._merge)
         if len(expanded) >= limits.context_length:
             raise RequestError(
-                f"the prompt has {len(expanded)} tokens, {sum(token_count(g, self._merge) for g in grids)} of "
-                f"them for images; the context of {limits.context_length} tokens must also hold at least one "
-                "generated token",
+                f"the prompt has {len(expanded)} tokens with its images; the context of "
+                f"{limits.context_length} tokens must also hold at least one generated token",
                 param="messages",
                 code="context_length_exceeded",
             )
