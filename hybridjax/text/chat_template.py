@@ -4,9 +4,10 @@ A template comes with the weights, so it is a program from strangers. It runs in
 hybridjax/text/sandbox.py, with the names that Hugging Face's ``apply_chat_template`` offers.
 """
 
+import functools
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jinja2
 
@@ -20,6 +21,23 @@ MAX_OPTION_CHARS = 4096
 _RESERVED = {"messages", "tools", "documents", "add_generation_prompt"}
 # Options that clients send to every model; templates that do not read them ignore them.
 _COMMON_OPTIONS = {"enable_thinking", "thinking", "reasoning_effort"}
+
+_IMAGE = {"type": "image"}
+_PROBE = "HybridjaxProbe"
+
+
+class Accepts(NamedTuple):
+    """What a template makes of the content of a message.
+
+    Attributes:
+      strings: it writes a content that is a string.
+      parts: it writes the text of a content that is a list of parts.
+      images: it writes something for a part that is an image.
+    """
+
+    strings: bool
+    parts: bool
+    images: bool
 
 
 class ChatTemplate:
@@ -59,6 +77,10 @@ class ChatTemplate:
     ) -> str:
         """The prompt for these messages.
 
+        A content may be a list of parts: ``{"type": "text", "text": ...}`` and ``{"type": "image"}`` or
+        ``{"type": "image_url"}``. Templates that know strings only get the texts joined by line breaks.
+        Templates are never shown an image's URL.
+
         Args:
           messages: mappings with ``role``, ``content`` and what else the template reads.
           tools: JSON schemas of tools, in OpenAI's form.
@@ -66,22 +88,16 @@ class ChatTemplate:
           **options: further variables of the template: booleans, numbers or short strings.
 
         Raises:
-          RequestError: the template rejects the messages or exceeds its limits (param "messages"), or an
-            option is unknown or no scalar (param "chat_template_kwargs").
+          RequestError: the template rejects the messages, knows no images or exceeds its limits (param
+            "messages"), or an option is unknown or no scalar (param "chat_template_kwargs").
         """
         if isinstance(messages, str | bytes) or not all(isinstance(m, Mapping) for m in messages):
             raise RequestError("messages must be a list of objects", param="messages")
         for name, value in options.items():
             self._check_option(name, value)
-        variables = self._special_tokens | options
-        variables |= {
-            "messages": list(messages),
-            "tools": list(tools) if tools else None,
-            "documents": None,
-            "add_generation_prompt": bool(add_generation_prompt),
-        }
+        adapted = [self._adapted(message) for message in messages]
         try:
-            return sandbox.render(self._template, variables)
+            return self._run(adapted, list(tools) if tools else None, bool(add_generation_prompt), options)
         except jinja2.UndefinedError as error:
             reason = f"something it needs is missing: {error.message}"
         except jinja2.TemplateError as error:
@@ -90,6 +106,62 @@ class ChatTemplate:
             reason = f"{type(error).__name__}: {error}"
         reason = re.sub(r"\s+", " ", reason)[:500]
         raise RequestError(f"the chat template rejects these messages: {reason}", param="messages")
+
+    @functools.cached_property
+    def accepts(self) -> Accepts:
+        """Found out by trying, because templates say nowhere what they can read."""
+        try:
+            return self._accepted()
+        except sandbox.LimitError:
+            return Accepts(False, False, False)
+
+    def _accepted(self) -> Accepts:
+        text = {"type": "text", "text": _PROBE}
+        string = self._try(_PROBE)
+        listed = self._try([text])
+        strings, parts = _PROBE in string, _PROBE in listed
+        if strings and parts:
+            # A template that knows no parts may also write the list as it is.
+            parts = "".join(string.split()) == "".join(listed.split())
+        pictured = self._try([_IMAGE, text]) if parts else ""
+        return Accepts(strings, parts, _PROBE in pictured and pictured.split() != listed.split())
+
+    def _try(self, content: Any) -> str:
+        try:
+            return self._run([{"role": "user", "content": content}], None, True, {})
+        except sandbox.LimitError:
+            raise
+        except Exception:  # nothing that a stranger's program may not raise
+            return ""
+
+    def _run(self, messages: list[Any], tools: Any, add_generation_prompt: bool, options: Any) -> str:
+        variables = self._special_tokens | options
+        variables |= {
+            "messages": messages,
+            "tools": tools,
+            "documents": None,
+            "add_generation_prompt": add_generation_prompt,
+        }
+        return sandbox.render(self._template, variables)
+
+    def _adapted(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        content = message.get("content")
+        if isinstance(content, str):
+            if self.accepts.strings or not self.accepts.parts:
+                return message
+            return {**message, "content": [{"type": "text", "text": content}]}
+        if not isinstance(content, list | tuple):
+            return message
+        parts = [_checked(part) for part in content]
+        if _IMAGE in parts and not self.accepts.images:
+            raise RequestError(
+                "messages has images, which this model's chat template does not know",
+                param="messages",
+                code="images_not_supported",
+            )
+        if self.accepts.parts:
+            return {**message, "content": parts}
+        return {**message, "content": "\n".join(part["text"] for part in parts)}
 
     def _check_option(self, name: str, value: Any) -> None:
         param = "chat_template_kwargs"
@@ -107,3 +179,15 @@ class ChatTemplate:
             )
         if type(value) is int and value.bit_length() > 63:
             raise RequestError(f"chat template option {name} must fit 64 bits", param=param)
+
+
+def _checked(part: Any) -> dict[str, str]:
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind in ("image", "image_url"):
+        return _IMAGE
+    if kind == "text" and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    raise RequestError(
+        "the content of a message must be a string or a list of parts, each a text or an image",
+        param="messages",
+    )

@@ -11,12 +11,14 @@ from itertools import count
 from typing import Any
 
 import httpx
+import numpy as np
 
 from hybridjax.configs.serving import ServerConfig
 from hybridjax.errors import QueueFullError, RequestError
 from hybridjax.serving.api import (
     EngineInfo,
     EngineStats,
+    ImageSupport,
     OnOutput,
     RequestOutput,
     SamplingParams,
@@ -25,17 +27,28 @@ from hybridjax.serving.api import (
 from hybridjax.serving.http.app import create_app
 from hybridjax.serving.http.server import HttpServer, listen, reserve
 
-BOS, EOS = 256, 257
+BOS, EOS, IMAGE = 256, 257, 258
+PLACEHOLDER = "<|image_pad|>"
+IMAGE_TOKENS = 4  # of every image
+IMAGES = ImageSupport(max_image_bytes=2**16, max_image_pixels=4096, max_images=3)
 ALPHABET = "abcdefghijklmnopqrstuvwxyz"
 PATIENCE = 60.0
 
 
 class ByteTokenizer:
+    """Bytes, special tokens and placeholders. Keeps all messages that it rendered."""
+
     is_byte_level = True
     has_chat_template = True
 
+    def __init__(self):
+        self.rendered: list[Any] = []
+
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return [BOS] * add_special_tokens + list(text.encode())
+        ids = [BOS] * add_special_tokens
+        for index, part in enumerate(text.split(PLACEHOLDER)):
+            ids += [IMAGE] * (index > 0) + list(part.encode())
+        return ids
 
     def too_long(self, text: str, max_tokens: int) -> bool:
         return len(text.encode()) > max_tokens
@@ -55,9 +68,16 @@ class ByteTokenizer:
     ) -> str:
         if unknown := set(kwargs) - {"enable_thinking"}:
             raise RequestError(f"unknown option {sorted(unknown)[0]!r}", param="chat_template_kwargs")
-        turns = "".join(f"[{m['role']}]{m['content']}\n" for m in messages)
+        self.rendered.append(messages)
+        turns = "".join(f"[{m['role']}]{self._content(m['content'])}\n" for m in messages)
         thinking = "" if kwargs.get("enable_thinking", True) else "<no_think>"
         return turns + "[assistant]" * add_generation_prompt + thinking
+
+    def _content(self, content: Any) -> str:
+        if isinstance(content, str):
+            return content
+        images = {"image": f"<{PLACEHOLDER}>"}
+        return "\n".join(part["text"] if "text" in part else images[part["type"]] for part in content)
 
 
 def alphabet(prompt: Sequence[int], params: SamplingParams) -> Iterator[int]:
@@ -73,6 +93,7 @@ def saying(text: str) -> Callable[[Sequence[int], SamplingParams], Iterator[int]
 class _Live:
     request_id: str
     prompt: Sequence[int]
+    prompt_tokens: int
     params: SamplingParams
     on_output: OnOutput
     tokens: Iterator[Any]
@@ -112,7 +133,7 @@ class _Live:
             request_id=self.request_id,
             token_ids=tokens,
             logprobs=logprobs,
-            prompt_tokens=len(self.prompt),
+            prompt_tokens=self.prompt_tokens,
             completion_tokens=self.generated,
             cached_tokens=self.cached_tokens,
             **fields,
@@ -127,18 +148,26 @@ class FakeEngine:
       budget: tokens it may still emit over all requests; None: any number.
       live: requests without a last event, by id.
       submitted: all requests ever, by id.
+      images: of all requests ever, by id.
       aborts: calls of abort, by id.
       ends: last events, by id.
     """
 
-    def __init__(self, *, max_queued: int = 1024, context_length: int = 2**20):
+    def __init__(
+        self,
+        *,
+        max_queued: int = 1024,
+        context_length: int = 2**20,
+        images: ImageSupport | None = None,
+    ):
         self.info = EngineInfo(
             model_name="fake",
             model_path="/models/fake",
             context_length=context_length,
-            vocab_size=258,
+            vocab_size=258 if images is None else 259,
             max_running_requests=8,
             max_total_tokens=2**20,
+            images=images,
         )
         self.tokenizer: ByteTokenizer | None = ByteTokenizer()
         self.is_healthy = True
@@ -151,6 +180,7 @@ class FakeEngine:
         self.emitted = 0
         self.live: dict[str, _Live] = {}
         self.submitted: dict[str, tuple[Sequence[int], SamplingParams]] = {}
+        self.images: dict[str, Sequence[np.ndarray]] = {}
         self.aborts: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
         self._max_queued = max_queued
@@ -161,7 +191,13 @@ class FakeEngine:
         self._thread.start()
 
     def submit(
-        self, prompt: Any, params: SamplingParams, on_output: OnOutput, *, request_id: str | None = None
+        self,
+        prompt: Any,
+        params: SamplingParams,
+        on_output: OnOutput,
+        *,
+        request_id: str | None = None,
+        images: Sequence[np.ndarray] = (),
     ) -> str:
         assert request_id is not None and not isinstance(prompt, str)
         with self._changed:
@@ -173,17 +209,26 @@ class FakeEngine:
                 raise RequestError("the prompt is empty", param="prompt")
             if max(prompt) >= self.info.vocab_size:
                 raise RequestError(f"token id {max(prompt)} is not in the vocabulary", param="prompt")
-            if len(prompt) + (params.max_tokens or 1) > self.info.context_length:
+            if self.info.images is not None and prompt.count(IMAGE) != len(images):
                 raise RequestError(
-                    f"{len(prompt)} prompt tokens + max_tokens exceed {self.info.context_length}",
+                    f"the prompt has {prompt.count(IMAGE)} image placeholders for {len(images)} images",
+                    param="messages",
+                    code="image_placeholder_mismatch",
+                )
+            assert self.info.images is not None or not images
+            length = len(prompt) + (IMAGE_TOKENS - 1) * len(images)
+            if length + (params.max_tokens or 1) > self.info.context_length:
+                raise RequestError(
+                    f"{length} prompt tokens + max_tokens exceed {self.info.context_length}",
                     param="max_tokens",
                     code="context_length_exceeded",
                 )
             if len(self.live) >= self._max_queued:
                 raise QueueFullError("the queue is full", retry_after=7)
             self.submitted[request_id] = (prompt, params)
+            self.images[request_id] = images
             tokens = self.script(prompt, params)
-            live = _Live(request_id, prompt, params, on_output, tokens, self.cached_tokens)
+            live = _Live(request_id, prompt, length, params, on_output, tokens, self.cached_tokens)
             self.live[request_id] = live
             self._changed.notify_all()
         return request_id
@@ -286,9 +331,11 @@ class RunningServer:
 
 
 @contextlib.contextmanager
-def fuzzed_server(context_length: int) -> Iterator[tuple[FakeEngine, httpx.Client]]:
+def fuzzed_server(
+    context_length: int, images: ImageSupport | None = None
+) -> Iterator[tuple[FakeEngine, httpx.Client]]:
     """A server for random requests: healthy to the end, each of its requests ended exactly once."""
-    engine = FakeEngine(context_length=context_length)
+    engine = FakeEngine(context_length=context_length, images=images)
     engine.script = lambda prompt, params: iter([*"äb世".encode(), EOS])
     server = RunningServer(engine)
     with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:

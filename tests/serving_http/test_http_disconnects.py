@@ -14,7 +14,7 @@ from http_fakes import EOS, PATIENCE, ByteTokenizer, FakeEngine, RunningServer, 
 
 from hybridjax.serving.api import SamplingParams
 from hybridjax.serving.http import server as server_module
-from hybridjax.serving.http.generation import Generation
+from hybridjax.serving.http.generation import Generation, Job
 
 ENDLESS = 2**19
 
@@ -300,7 +300,7 @@ def test_an_engine_that_outruns_the_loop_is_merged(engine: FakeEngine):
     async def run() -> list:
         generation = Generation(engine, "r", incremental=True)
         engine.allow(0)
-        generation.submit([([1], SamplingParams(max_tokens=30)), ([1], SamplingParams(max_tokens=3))])
+        generation.submit([Job([1], SamplingParams(max_tokens=30)), Job([1], SamplingParams(max_tokens=3))])
         engine.allow(None)
         # Nothing is taken until the engine is through.
         engine.wait_until(lambda: sum(engine.ends.values()) == 2)
@@ -321,7 +321,7 @@ def test_events_after_the_loop_has_closed_do_no_harm(engine: FakeEngine):
     async def start() -> Generation:
         generation = Generation(engine, "r", incremental=True)
         engine.allow(0)
-        generation.submit([([1], SamplingParams(max_tokens=3))])
+        generation.submit([Job([1], SamplingParams(max_tokens=3))])
         return generation
 
     asyncio.run(start())

@@ -353,7 +353,7 @@ def test_the_model_is_described(serve: Any, engine: FakeEngine):
     expected = {
         **{"model_path": "/models/fake", "tokenizer_path": "/models/fake", "is_generation": True},
         **{"preferred_sampling_params": {"top_k": 5}, "served_model_name": "name"},
-        **{"context_length": 2**20, "vocab_size": 258},
+        **{"context_length": 2**20, "vocab_size": 258, "has_image_understanding": False},
     }
     for path in ("/model_info", "/get_model_info"):
         assert httpx.get(server.url + path).json() == expected

@@ -295,3 +295,127 @@ def test_a_name_cannot_shadow_the_step_counter(monkeypatch):
 def test_long_conversations_fit():
     messages = [{"role": "user", "content": "word " * 100}] * 5000
     assert len(render(QWEN, messages)) > 2_500_000
+
+
+# How the Qwen-VL family writes parts.
+QWEN_VL = """
+{%- macro content(parts, is_system) %}
+    {%- if parts is string %}
+        {{- parts }}
+    {%- elif parts is iterable and parts is not mapping %}
+        {%- for item in parts %}
+            {%- if 'image' in item or 'image_url' in item or item.type == 'image' %}
+                {%- if is_system %}{{- raise_exception('System message cannot contain images.') }}{%- endif %}
+                {{- '<|vision_start|><|image_pad|><|vision_end|>' }}
+            {%- elif 'video' in item or item.type == 'video' %}
+                {{- '<|vision_start|><|video_pad|><|vision_end|>' }}
+            {%- elif 'text' in item %}
+                {{- item.text }}
+            {%- else %}
+                {{- raise_exception('Unexpected item type in content.') }}
+            {%- endif %}
+        {%- endfor %}
+    {%- endif %}
+{%- endmacro %}
+{%- for message in messages %}
+    {{- '<|im_start|>' + message.role + '\\n' + content(message.content, message.role == 'system')|trim }}
+    {{- '<|im_end|>' + '\\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n<think>\\n' }}{%- endif %}
+"""
+PARTS = [
+    {"type": "text", "text": "What is "},
+    {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 2**25}},
+    {"type": "text", "text": " and"},
+    {"type": "image"},
+]
+# What it accepts: strings, parts, images.
+FORMATS = {
+    "qwen-vl": (QWEN_VL, (True, True, True)),
+    "qwen": (QWEN, (True, False, False)),
+    "gemma": (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content | trim }}{% else %}"
+        "{% for item in m.content %}{% if item.type == 'image' %}{{ '<image>' }}"
+        "{% elif item.type == 'text' %}{{ item.text | trim }}{% endif %}{% endfor %}{% endif %}{% endfor %}",
+        (True, True, True),
+    ),
+    "text parts only": (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}"
+        "{{ m.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join }}{% endif %}"
+        "{% endfor %}",
+        (True, True, False),
+    ),
+    "refuses images": (
+        "{% for m in messages %}{% if m.content is string %}{{ m.content }}{% else %}{% for c in m.content %}"
+        "{% if c.type == 'text' %}{{ c.text }}{% else %}{{ raise_exception('no') }}{% endif %}"
+        "{% endfor %}{% endif %}{% endfor %}",
+        (True, True, False),
+    ),
+    "parts only": (
+        "{% for m in messages %}{% for c in m.content %}{% if c.type == 'image' %}<image>{% else %}"
+        "{{ c['text'] }}{% endif %}{% endfor %}{% endfor %}",
+        (False, True, True),
+    ),
+    "prints the list": ("{% for m in messages %}{{ m.content }}{% endfor %}", (True, False, False)),
+    "prints JSON": ("{{ messages | tojson }}", (True, False, False)),
+    "adds strings": ("{% for m in messages %}{{ '[' + m.content + ']' }}{% endfor %}", (True, False, False)),
+    "rejects everything": ("{{ raise_exception('no') }}", (False, False, False)),
+    "says nothing": ("hello", (False, False, False)),
+    "never ends": ("{% for i in range(10 ** 9) %}{% endfor %}", (False, False, False)),
+}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_what_a_template_accepts_is_found_out(name: str, monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 10_000)
+    source, accepted = FORMATS[name]
+    assert ChatTemplate(source, name="test").accepts == accepted
+
+
+def test_parts_render_as_hugging_face_does_without_urls():
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": PARTS}]
+    got = render(QWEN_VL, messages)
+    assert got == hugging_face(QWEN_VL, messages=messages, add_generation_prompt=True)
+    assert got.count("<|vision_start|><|image_pad|><|vision_end|>") == 2
+    shown = (
+        "{% for m in messages %}{% for c in m.content %}{{ c.text or c | tojson }}{% endfor %}{% endfor %}"
+    )
+    assert render(shown, [{"role": "user", "content": PARTS}]) == (
+        'What is {"type": "image"} and{"type": "image"}'
+    )
+
+
+def test_texts_become_one_string_for_templates_that_know_only_strings():
+    parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b", "image": "c"}]
+    messages = [{"role": "user", "content": parts}]
+    assert render("{{ messages[0].content }}", messages) == "a\nb"
+    assert render(QWEN, messages) == render(QWEN, [{"role": "user", "content": "a\nb"}])
+    # And strings become parts for those that know only parts.
+    assert render(FORMATS["parts only"][0], [{"role": "user", "content": "ab"}]) == "ab"
+
+
+@pytest.mark.parametrize("name", ["qwen", "text parts only", "refuses images", "prints the list"])
+def test_images_need_a_template_that_knows_them(name: str):
+    with pytest.raises(RequestError, match="chat template does not know") as caught:
+        render(FORMATS[name][0], [{"role": "user", "content": PARTS}])
+    assert (caught.value.param, caught.value.code) == ("messages", "images_not_supported")
+
+
+def test_the_template_can_reject_images_where_it_wants_none():
+    with pytest.raises(RequestError, match="System message cannot contain images"):
+        render(QWEN_VL, [{"role": "system", "content": PARTS}])
+
+
+@pytest.mark.parametrize("part", ["text", None, {}, {"type": "video"}, {"type": "text", "text": 1}, [PARTS]])
+@pytest.mark.parametrize("source", [QWEN, QWEN_VL])
+def test_other_parts_are_refused(part, source):
+    with pytest.raises(RequestError, match="each a text or an image") as caught:
+        render(source, [{"role": "user", "content": [part]}])
+    assert caught.value.param == "messages"
+
+
+def test_parts_are_within_the_limits(monkeypatch):
+    monkeypatch.setattr(sandbox, "MAX_STEPS", 1000)
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}] * 1000
+    with pytest.raises(RequestError, match="more than 1000 steps"):
+        render(QWEN_VL, [{"role": "user", "content": parts}])

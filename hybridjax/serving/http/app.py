@@ -1,9 +1,11 @@
 """The routes."""
 
+import asyncio
 import time
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
+import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic.json_schema import models_json_schema
@@ -23,8 +25,9 @@ from hybridjax.serving.http.bodies import (
     TextTokenizer,
     TokenTexts,
 )
+from hybridjax.serving.http.content import Picture, check_images, load_images
 from hybridjax.serving.http.errors import DrainingError, MetricsDisabledError
-from hybridjax.serving.http.generation import Front, Lifecycle
+from hybridjax.serving.http.generation import Front, Generation, Job, Lifecycle
 from hybridjax.serving.http.metrics import CONTENT_TYPE, Metrics
 from hybridjax.serving.http.middleware import BodyLimit, RequestLog
 from hybridjax.serving.http.native import NativeRoutes
@@ -42,13 +45,25 @@ from hybridjax.serving.http.protocol import (
     GenerationRequest,
     Schema,
 )
-from hybridjax.serving.http.respond import Answer, GenerationResponse, OpenAIAnswer, Work
+from hybridjax.serving.http.respond import Answer, GenerationResponse, OpenAIAnswer
 from hybridjax.serving.http.telemetry import Telemetry
 
 BODIES: tuple[type[Schema], ...] = (
     *(CompletionRequest, ChatCompletionRequest, GenerateRequest),
     *(TokenizeRequest, DetokenizeRequest, AbortRequest),
 )
+
+
+# Prompts whose images are decoded at a time: each image may take hundreds of megabytes meanwhile.
+IMAGE_WORKERS = 4
+
+
+class Prepared(NamedTuple):
+    """Prompts as token ids, the bodies to answer them with, and the images that each of them has."""
+
+    prompts: list[list[int]]
+    bodies: Bodies
+    images: Sequence[np.ndarray] = ()
 
 
 def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: ServerConfig) -> FastAPI:
@@ -115,17 +130,21 @@ class _Service:
         self._metrics = Metrics(engine, self.telemetry, self._name) if config.enable_metrics else None
         self.native = NativeRoutes(self._front, tokenizer, self._texts, config)
         self._created = int(time.time())
+        self._image_gate = asyncio.Semaphore(IMAGE_WORKERS)
 
     async def completions(self, request: Request) -> Response:
         body = parse(await json_body(request), CompletionRequest)
         self._check_model(body.model)
         self._front.check_count(len(body.prompt) * body.n, "prompt")
-        return self._generate(body, lambda: self._prepare_completions(body))
+        return self._generate(body, lambda _: self._prepare_completions(body))
 
     async def chat(self, request: Request) -> Response:
         body = parse(await json_body(request), ChatCompletionRequest)
         self._check_model(body.model)
-        return self._generate(body, lambda: self._prepare_chat(body))
+        pictures = body.pictures()
+        check_images(len(pictures), self._engine.info)
+        gate = self._image_gate if pictures else None
+        return self._generate(body, lambda generation: self._prepare_chat(body, pictures, generation), gate)
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._card()]}
@@ -162,22 +181,25 @@ class _Service:
             )
 
     def _generate(
-        self, body: GenerationRequest, prepare: Callable[[], tuple[list[list[int]], Bodies]]
+        self,
+        body: GenerationRequest,
+        prepare: Callable[[Generation], Prepared],
+        gate: asyncio.Semaphore | None = None,
     ) -> Response:
         if self._tokenizer is None and body.stop:
             raise RequestError("stop needs a tokenizer, which this server lacks", param="stop")
         token_ids = body.return_token_ids or self._tokenizer is None
 
-        def prepare_all(request_id: str) -> tuple[Work, Answer]:
+        def prepare_all(generation: Generation) -> tuple[list[Job], Answer]:
             params = [body.sampling_params(choice, self._front.sampling_defaults) for choice in range(body.n)]
-            prompts, bodies = prepare()
-            work = [(prompt, params[choice]) for prompt in prompts for choice in range(body.n)]
-            envelope = Envelope(bodies, request_id, self._name)
-            return work, OpenAIAnswer(body, prompts, bodies, envelope, token_ids)
+            prompts, bodies, images = prepare(generation)
+            jobs = [Job(prompt, params[choice], images) for prompt in prompts for choice in range(body.n)]
+            envelope = Envelope(bodies, generation.request_id, self._name)
+            return jobs, OpenAIAnswer(body, prompts, bodies, envelope, token_ids)
 
-        return GenerationResponse(self._front, prepare_all, stream=body.stream)
+        return GenerationResponse(self._front, prepare_all, stream=body.stream, gate=gate)
 
-    def _prepare_completions(self, body: CompletionRequest) -> tuple[list[list[int]], Bodies]:
+    def _prepare_completions(self, body: CompletionRequest) -> Prepared:
         texts = [prompt for prompt in body.prompt if isinstance(prompt, str)]
         ids = [prompt for prompt in body.prompt if not isinstance(prompt, str)]
         tokenizer = self._tokenizer
@@ -186,12 +208,14 @@ class _Service:
                 raise RequestError("this server has no tokenizer; send token ids", param="prompt")
             if body.echo:
                 raise RequestError("echo needs a tokenizer, which this server lacks", param="echo")
-            return ids, CompletionBodies(body, self._texts, ())
+            return Prepared(ids, CompletionBodies(body, self._texts, ()))
         prompts = ids or [self._front.encode(tokenizer, text, "prompt") for text in texts]
         echoes = texts if texts or not body.echo else [tokenizer.decode(prompt) for prompt in ids]
-        return prompts, CompletionBodies(body, self._texts, echoes)
+        return Prepared(prompts, CompletionBodies(body, self._texts, echoes))
 
-    def _prepare_chat(self, body: ChatCompletionRequest) -> tuple[list[list[int]], Bodies]:
+    def _prepare_chat(
+        self, body: ChatCompletionRequest, pictures: list[tuple[str, Picture]], generation: Generation
+    ) -> Prepared:
         tokenizer = self._tokenizer
         if tokenizer is None or not tokenizer.has_chat_template:
             lacks = "tokenizer" if tokenizer is None else "chat template"
@@ -200,7 +224,10 @@ class _Service:
         text = tokenizer.render_chat(messages, add_generation_prompt=True, **body.chat_template_kwargs)
         # Templates write the special tokens themselves.
         prompt = self._front.encode(tokenizer, text, "messages", add_special_tokens=False)
-        return [prompt], ChatBodies(body, self._texts)
+        support = self._engine.info.images
+        # Last, because what is wrong with the rest is found out in far less time.
+        images = load_images(pictures, support, generation.check_wanted) if support else ()
+        return Prepared([prompt], ChatBodies(body, self._texts), images)
 
 
 def _documented(schema: type[Schema]) -> dict[str, Any]:

@@ -88,8 +88,12 @@ class TokenTexts:
 
 
 def usage(prompts: Sequence[Sequence[int]], n: int, last: dict[int, RequestOutput]) -> dict[str, Any]:
-    """Token counts; a prompt counts once, however many choices continue it."""
-    prompt_tokens = sum(map(len, prompts))
+    """Token counts; a prompt counts once, however many choices continue it.
+
+    Images make a prompt longer than it was sent; the engine knows by how much.
+    """
+    counted = {index // n: output.prompt_tokens for index, output in last.items()}
+    prompt_tokens = sum(max(len(prompt), counted.get(i, 0)) for i, prompt in enumerate(prompts))
     completion_tokens = sum(output.completion_tokens for output in last.values())
     cached = sum(output.cached_tokens for index, output in last.items() if index % n == 0)
     return {

@@ -7,7 +7,9 @@ import threading
 from collections.abc import Collection, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NamedTuple
+
+import numpy as np
 
 from hybridjax.errors import HybridJaxError, RequestError
 from hybridjax.serving.api import FrontDoor, RequestOutput, SamplingParams, TokenLogprob
@@ -25,6 +27,18 @@ class ClientGoneError(HybridJaxError):
     """Nobody waits for the answer any more."""
 
 
+class Job(NamedTuple):
+    """What an engine request asks for.
+
+    Attributes:
+      images: see FrontDoor.submit; jobs may share them.
+    """
+
+    prompt: Sequence[int]
+    params: SamplingParams
+    images: Sequence[np.ndarray] = ()
+
+
 class _Choice:
     """One engine request, and what it produced since the reader last looked."""
 
@@ -40,6 +54,10 @@ class _Choice:
         self._token_ids: list[int] = []
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
+
+    @property
+    def counted_prompt_tokens(self) -> int:
+        return max(self.prompt_tokens, self.last.prompt_tokens if self.last else 0)
 
     def add(self, output: RequestOutput) -> None:
         self.last = output
@@ -103,16 +121,31 @@ class Generation:
         self._unwanted: set[int] = set()
         self._closed = False
 
-    def submit(self, requests: Sequence[tuple[Sequence[int], SamplingParams]]) -> None:
-        """Starts one choice per request; called once, from a worker thread. Raises what the engine raises."""
+    @property
+    def is_closed(self) -> bool:
+        return self._closed
+
+    def check_wanted(self) -> None:
+        """Raises ClientGoneError after ``close``; from any thread."""
+        if self._closed:
+            raise ClientGoneError
+
+    def submit(self, jobs: Sequence[Job]) -> None:
+        """Starts one choice per job; called once, from a worker thread. Raises what the engine raises."""
         self._choices = [
-            _Choice(f"{self.request_id}-{index}", len(prompt), Timing(self._started))
-            for index, (prompt, _) in enumerate(requests)
+            _Choice(f"{self.request_id}-{index}", len(job.prompt), Timing(self._started))
+            for index, job in enumerate(jobs)
         ]
-        for index, (choice, (prompt, params)) in enumerate(zip(self._choices, requests, strict=True)):
+        for index, (choice, job) in enumerate(zip(self._choices, jobs, strict=True)):
             if self._closed:
                 return
-            self._engine.submit(prompt, params, partial(self._on_output, index), request_id=choice.request_id)
+            self._engine.submit(
+                job.prompt,
+                job.params,
+                partial(self._on_output, index),
+                request_id=choice.request_id,
+                images=job.images,
+            )
             with self._lock:
                 choice.submitted = True
                 too_late = (self._aborting or index in self._unwanted) and not choice.finished
@@ -167,7 +200,7 @@ class Generation:
         """Counts for a log: nothing of what clients or models have written."""
         with self._lock:
             last = [choice.last for choice in self._choices]
-            prompts = sum(choice.prompt_tokens for choice in self._choices if choice.submitted)
+            prompts = sum(choice.counted_prompt_tokens for choice in self._choices if choice.submitted)
         reasons = [(output.finish_reason if output else None) or "abort" for output in last]
         return {
             "prompt_tokens": prompts,

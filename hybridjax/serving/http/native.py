@@ -16,7 +16,7 @@ from hybridjax.errors import RequestError
 from hybridjax.serving.api import RequestOutput, TokenLogprob
 from hybridjax.serving.http.bodies import TextTokenizer, TokenTexts, finite
 from hybridjax.serving.http.errors import UnauthorizedError
-from hybridjax.serving.http.generation import Front
+from hybridjax.serving.http.generation import Front, Generation, Job
 from hybridjax.serving.http.native_protocol import (
     AbortRequest,
     DetokenizeRequest,
@@ -25,7 +25,7 @@ from hybridjax.serving.http.native_protocol import (
 )
 from hybridjax.serving.http.parsing import json_body, parse
 from hybridjax.serving.http.probe import HealthProbe
-from hybridjax.serving.http.respond import GenerationResponse, Work
+from hybridjax.serving.http.respond import GenerationResponse
 
 # An event repeats all tokens, so it waits until it adds this share of them: otherwise the bytes of a
 # long stream would grow with the square of its length.
@@ -131,10 +131,10 @@ class NativeRoutes:
             )
         names = {rid: range(i * body.n, (i + 1) * body.n) for i, rid in enumerate(body.rid)}
 
-        def prepare(request_id: str) -> tuple[Work, NativeAnswer]:
-            work = self._work(body)
-            ids = _ids(body, request_id)
-            return work, NativeAnswer(body, ids, self._texts, self._front.telemetry.clock)
+        def prepare(generation: Generation) -> tuple[list[Job], NativeAnswer]:
+            jobs = self._jobs(body)
+            ids = _ids(body, generation.request_id)
+            return jobs, NativeAnswer(body, ids, self._texts, self._front.telemetry.clock)
 
         return GenerationResponse(self._front, prepare, stream=body.stream, names=names)
 
@@ -148,6 +148,7 @@ class NativeRoutes:
             "served_model_name": self._front.model,
             "context_length": info.context_length,
             "vocab_size": info.vocab_size,
+            "has_image_understanding": info.images is not None,
         }
 
     async def server_info(self) -> dict[str, Any]:
@@ -213,14 +214,14 @@ class NativeRoutes:
         await self._probe.check()
         return JSONResponse({"status": "ok"})
 
-    def _work(self, body: GenerateRequest) -> Work:
+    def _jobs(self, body: GenerateRequest) -> list[Job]:
         prompts: list[Any] = list(body.prompts)
         if body.text is not None:
             tokenizer = self._need_tokenizer("text")
             prompts = [self._front.encode(tokenizer, text, "text") for text in prompts]
         each = body.sampling_params * (len(prompts) if len(body.sampling_params) == 1 else 1)
         return [
-            (prompt, params.sampling_params(choice, self._front.sampling_defaults, body.logprobs))
+            Job(prompt, params.sampling_params(choice, self._front.sampling_defaults, body.logprobs))
             for prompt, params in zip(prompts, each, strict=True)
             for choice in range(body.n)
         ]

@@ -12,7 +12,17 @@ from hybridjax.serving.http.errors import UnsupportedMediaTypeError
 from hybridjax.serving.http.protocol import Schema, refuse_unsupported
 
 SHOWN = 100
-_repr = reprlib.Repr(maxstring=SHOWN, maxother=SHOWN, maxlist=8, maxdict=8, maxlevel=3, maxlong=SHOWN)
+
+
+class _Repr(reprlib.Repr):
+    def repr_str(self, x: str, level: int) -> str:
+        # An image is nobody's business but the model's.
+        if x[:SHOWN].lstrip()[:5].lower() == "data:":
+            x = x.lstrip()[:5] + "..."
+        return super().repr_str(x, level)
+
+
+_repr = _Repr(maxstring=SHOWN, maxother=SHOWN, maxlist=8, maxdict=8, maxlevel=3, maxlong=SHOWN)
 
 
 async def json_body(request: Request) -> bytes:
@@ -21,7 +31,8 @@ async def json_body(request: Request) -> bytes:
     # Browsers let any page post forms and plain text to a local port; JSON they ask about first.
     if media_type != "application/json":
         raise UnsupportedMediaTypeError(f"content-type is {show(media_type)}; it must be application/json")
-    return await request.body()
+    # Not request.body(), which would keep it, images and all, until the answer is complete.
+    return b"".join([chunk async for chunk in request.stream()])
 
 
 def parse[R: Schema](body: bytes, schema: type[R]) -> R:
@@ -56,8 +67,11 @@ def _readable(error: ErrorDetails) -> RequestError:
         allowed = str(error.get("ctx", {})["error"])
     else:
         allowed = error["msg"].replace("Input should", "it must", 1)
+    # Whole messages are long and may be private.
+    hidden = field.startswith("messages[") and isinstance(error["input"], dict | list)
+    shown = "" if hidden else f" is {show(error['input'])}"
     return RequestError(
-        f"{field} is {show(error['input'])}: {allowed[:1].lower()}{allowed[1:]}",
+        f"{field}{shown}: {allowed[:1].lower()}{allowed[1:]}",
         param=field,
         code="invalid_value",
     )

@@ -10,7 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from hybridjax.errors import EngineDeadError, HybridJaxError
 from hybridjax.serving.api import SamplingParams
 from hybridjax.serving.http.errors import DrainingError
-from hybridjax.serving.http.generation import Front, Generation
+from hybridjax.serving.http.generation import Front, Generation, Job
 
 FRESH_SECONDS = 1.0
 ONE_TOKEN = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True)
@@ -55,7 +55,7 @@ class HealthProbe:
         generation = Generation(self._front.engine, f"health-{uuid.uuid4().hex}", incremental=False)
         try:
             async with asyncio.timeout(self._timeout):
-                await run_in_threadpool(generation.submit, [([0], ONE_TOKEN)])
+                await run_in_threadpool(generation.submit, [Job([0], ONE_TOKEN)])
                 [(_, output)] = await generation.next()
             return bool(output.token_ids)
         except (TimeoutError, HybridJaxError):

@@ -28,11 +28,11 @@ from hybridjax.serving.api import (
     MAX_TOP_LOGPROBS,
     SamplingParams,
 )
+from hybridjax.serving.http.content import Content, Picture, for_template
 
 MAX_N = 8
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
-MAX_PARTS = 1024
 MAX_TEMPLATE_KWARGS = 16
 INT32_MAX = 2**31 - 1
 
@@ -76,20 +76,6 @@ def _logit_bias(value: Any) -> Any:
         if not re.fullmatch(r"[0-9]{1,10}", key):
             raise ValueError(f"its keys must be token ids, not {key[:40]!r}")
     return {int(key): bias for key, bias in value.items()}
-
-
-def _content(value: Any) -> str:
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not 0 < len(value) <= MAX_PARTS:
-        raise ValueError(f"it must be a string or a list of 1 to {MAX_PARTS} text parts")
-    for index, part in enumerate(value):
-        kind = part.get("type") if isinstance(part, dict) else part
-        if kind != "text":
-            raise ValueError(f"part {index} has the type {str(kind)[:40]!r}; only 'text' parts are supported")
-        if not isinstance(part.get("text"), str):
-            raise ValueError(f"part {index} must have a string named 'text'")
-    return "\n".join(part["text"] for part in value)
 
 
 def _template_kwargs(value: dict[str, Any]) -> dict[str, Any]:
@@ -279,7 +265,9 @@ class Message(Schema):
     """One turn of a conversation. ``developer`` is rendered as ``system``."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Annotated[str, BeforeValidator(_content)] = Field(description="a string or a list of text parts")
+    content: Content = Field(
+        description="a string or a list of parts; images only as data URLs, and only if the model takes them"
+    )
     name: str | None = Field(None, max_length=256)
 
     @model_validator(mode="before")
@@ -289,9 +277,10 @@ class Message(Schema):
             raise ValueError("tool calls are not supported by this server")
         return value
 
-    def for_template(self) -> dict[str, str]:
+    def for_template(self) -> dict[str, Any]:
         role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": self.content} | ({"name": self.name} if self.name else {})
+        content = for_template(self.content)
+        return {"role": role, "content": content} | ({"name": self.name} if self.name else {})
 
 
 class ChatCompletionRequest(GenerationRequest):
@@ -323,6 +312,15 @@ class ChatCompletionRequest(GenerationRequest):
     chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] = Field(
         {}, max_length=MAX_TEMPLATE_KWARGS, description="variables of the chat template, for those it allows"
     )
+
+    def pictures(self) -> list[tuple[str, Picture]]:
+        """The images in their order, each with the field it stands in."""
+        return [
+            (f"messages[{i}].content[{j}]", part)
+            for i, message in enumerate(self.messages)
+            for j, part in enumerate(message.content)
+            if isinstance(part, Picture)
+        ]
 
     def _logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:

@@ -1,6 +1,7 @@
 """One generating request from submission to the last byte."""
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Protocol
@@ -9,19 +10,17 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from hybridjax.serving.api import RequestOutput, SamplingParams
+from hybridjax.serving.api import RequestOutput
 from hybridjax.serving.http.bodies import Bodies, Envelope, usage
 from hybridjax.serving.http.errors import GenerationFailedError, describe, dumps
-from hybridjax.serving.http.generation import NO_NAMES, ClientGoneError, Front, Generation
+from hybridjax.serving.http.generation import NO_NAMES, ClientGoneError, Front, Generation, Job
 from hybridjax.serving.http.protocol import GenerationRequest
 
 logger = logging.getLogger("hybridjax.http")
 request_logger = logging.getLogger("hybridjax.requests")
 
-# Per choice, its prompt and its parameters.
-Work = list[tuple[list[int], SamplingParams]]
-# From the request's id to what to run and what to answer with it; called in a worker thread.
-Prepare = Callable[[str], "tuple[Work, Answer]"]
+# From the generation to the job of each choice and what to answer with; called once, in a worker thread.
+Prepare = Callable[[Generation], "tuple[list[Job], Answer]"]
 
 JSON_HEADERS = ((b"content-type", b"application/json"),)
 SSE_HEADERS = (
@@ -59,13 +58,29 @@ class GenerationResponse(Response):
     """
 
     def __init__(
-        self, front: Front, prepare: Prepare, *, stream: bool, names: Mapping[str, range] = NO_NAMES
+        self,
+        front: Front,
+        prepare: Prepare,
+        *,
+        stream: bool,
+        names: Mapping[str, range] = NO_NAMES,
+        gate: asyncio.Semaphore | None = None,
     ):
+        """Makes the response; nothing happens before it is sent.
+
+        Args:
+          front: the engine and what belongs to it.
+          prepare: makes the jobs.
+          stream: answer with server-sent events.
+          names: what the choices can be aborted by.
+          gate: held while jobs are made and submitted, if they take much memory or time.
+        """
         super().__init__()
         self._front = front
         self._prepare = prepare
         self._streams = stream
         self._names = names
+        self._gate = gate or contextlib.nullcontext()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request_id = scope["state"]["request_id"]
@@ -76,7 +91,8 @@ class GenerationResponse(Response):
         front.lifecycle.enter(generation, self._names)
         watcher = asyncio.create_task(_close_on_disconnect(receive, generation))
         try:
-            answer = await run_in_threadpool(self._submit, generation)
+            async with self._gate:
+                answer = await run_in_threadpool(self._submit, generation)
             await (self._stream if self._streams else self._complete)(answer, generation, send)
         except ClientGoneError:
             logger.info("%s the client went away", request_id)
@@ -92,8 +108,9 @@ class GenerationResponse(Response):
         request_logger.info("%s", dumps(head | generation.summary()).decode())
 
     def _submit(self, generation: Generation) -> Answer:
-        work, answer = self._prepare(generation.request_id)
-        generation.submit(work)
+        generation.check_wanted()
+        jobs, answer = self._prepare(generation)
+        generation.submit(jobs)
         return answer
 
     async def _complete(self, answer: Answer, generation: Generation, send: Send) -> None:
