@@ -33,6 +33,7 @@ from hybridjax.layers import (
 )
 from hybridjax.models.base import StateSize, TensorEntry
 from hybridjax.models.common import checked_ids, prefixed, state_size
+from hybridjax.models import qwen4_exp_training
 from hybridjax.models.qwen4_exp_entries import checkpoint_entries
 from hybridjax.ops.ngram_hash import NgramHash
 
@@ -53,13 +54,23 @@ def _residual(config: Qwen4ExpConfig, *, inject: bool = True, **kwargs) -> Gated
 class DecoderLayer(nnx.Module):
     """A mixer and a mixture of experts, each between a mix of the streams and a combine."""
 
-    def __init__(self, config: Qwen4ExpConfig, kind: str, *, init, dtype: jnp.dtype, rngs: nnx.Rngs):
+    def __init__(
+        self,
+        config: Qwen4ExpConfig,
+        kind: str,
+        ple: NgramEmbedding | None = None,
+        *,
+        init,
+        dtype: jnp.dtype,
+        rngs: nnx.Rngs,
+    ):
         shared: dict[str, Any] = {"init": init, "dtype": dtype, "rngs": rngs}
         mixer = IndexedAttention if kind == INDEXED else GatedDeltaNet
         self.attn_mix = _residual(config, **shared)
         self.mixer = mixer(config, **shared)
         self.mlp_mix = _residual(config, **shared)
         self.mlp = SparseMoE(config, **shared)
+        self.ple = ple
 
     def __call__(
         self,
@@ -128,6 +139,7 @@ class Qwen4Exp(nnx.Module):
     """
 
     prefix = "model."
+    float32_parameters = ("A_log", "dt_bias")
 
     def __init__(
         self,
@@ -146,10 +158,14 @@ class Qwen4Exp(nnx.Module):
         init = nnx.initializers.normal(text.initializer_range)
         shared: dict[str, Any] = {"init": init, "dtype": self.dtype, "rngs": rngs}
         self.embed_tokens = Embedding(text.vocab_size, text.hidden_size, **shared)
-        layers = [DecoderLayer(text, kind, **shared) for kind in text.layer_types]
-        for number, index in enumerate(text.ple_layers):
-            with_table = ngram_table == "device"
-            layers[index].ple = NgramEmbedding(text, number, with_table=with_table, **shared)
+        with_table = ngram_table == "device"
+        ngrams = {
+            index: NgramEmbedding(text, number, with_table=with_table, **shared)
+            for number, index in enumerate(text.ple_layers)
+        }
+        layers = [
+            DecoderLayer(text, kind, ngrams.get(i), **shared) for i, kind in enumerate(text.layer_types)
+        ]
         self.layers = nnx.List(layers)
         self.final_mix = _residual(text, inject=False, **shared)
         if not text.tie_word_embeddings:
@@ -197,7 +213,11 @@ class Qwen4Exp(nnx.Module):
     @property
     def ngram_hashes(self) -> tuple[NgramHash, ...]:
         """The hash of each PLE layer, in order of depth."""
-        return tuple(self.layers[index].ple.hash for index in self.text_config.ple_layers)
+        return tuple(ple.hash for ple in self._ples())
+
+    def _ples(self) -> list[NgramEmbedding]:
+        """The n-gram embeddings in order of depth."""
+        return [layer.ple for layer in self.layers if layer.ple is not None]
 
     @property
     def layers_before_ngrams(self) -> int:
@@ -220,12 +240,12 @@ class Qwen4Exp(nnx.Module):
         """
         text = self.text_config
         count = len(self.layers)
-        caches = None if state is None else list(state)
+        caches: list[Any] | None = None if state is None else list(state)
         for i in range(start, count if stop is None else stop):
             layer = self.layers[i]
             if probe is not None:
                 probe(f"layers.{i}.hidden", streams)
-            if i in text.ple_layers:
+            if layer.ple is not None:
                 number = text.ple_layers.index(i)
                 rows = None if batch.ngram_rows is None else batch.ngram_rows[number]
                 cache = None if caches is None else caches[count + number]
@@ -238,8 +258,9 @@ class Qwen4Exp(nnx.Module):
                 streams, seen = nnx.remat(_probed_layer, static_argnums=(3,))(
                     layer, streams, batch, inner is not None
                 )
-                for name, value in seen.items():
-                    inner(name, value)
+                if inner is not None:
+                    for name, value in seen.items():
+                        inner(name, value)
             else:
                 streams, cache = layer(streams, batch, None if caches is None else caches[i], inner)
                 if caches is not None:
@@ -276,6 +297,17 @@ class Qwen4Exp(nnx.Module):
     def draft_logits(self, streams: jax.Array) -> jax.Array:
         """float32[..., vocab] of the token at position t + 2, from the streams of ``draft``."""
         return self._head(self.mtp.mix, streams)
+
+    @property
+    def training_loss_names(self) -> tuple[str, ...]:
+        """Names of the losses that ``training_losses`` gives."""
+        return qwen4_exp_training.loss_names(self.text_config)
+
+    def training_losses(
+        self, input_ids: jax.Array, targets: jax.Array, mask: jax.Array
+    ) -> tuple[jax.Array, dict[str, jax.Array]]:
+        """Teacher-forced logits and what is trained beside them; see qwen4_exp_training."""
+        return qwen4_exp_training.training_losses(self, input_ids, targets, mask)
 
     def _head(self, mix: GatedResidual, streams: jax.Array) -> jax.Array:
         flat = streams.reshape(-1, streams.shape[-1])
@@ -349,8 +381,7 @@ class Qwen4Exp(nnx.Module):
     def checkpoint_constants(self) -> dict[str, np.ndarray]:
         """int64 buffers that a checkpoint holds beside its parameters: the n-gram hashes."""
         out = {}
-        for index in self.text_config.ple_layers:
-            hash = self.layers[index].ple.hash
+        for index, hash in zip(self.text_config.ple_layers, self.ngram_hashes):
             name = f"{self.prefix}layers.{index}.ple.ple_embedding."
             out[name + "layer_multipliers"] = np.asarray(hash.multipliers, np.int64)
             out[name + "ngram_heads_vocab_sizes"] = np.asarray(hash.head_sizes, np.int64)
@@ -359,8 +390,7 @@ class Qwen4Exp(nnx.Module):
 
     def set_checkpoint_constants(self, constants: Mapping[str, np.ndarray]) -> None:
         """Takes over hash constants under the names of ``checkpoint_constants``."""
-        for index in self.text_config.ple_layers:
-            ple = self.layers[index].ple
+        for index, ple in zip(self.text_config.ple_layers, self._ples()):
             name = f"{self.prefix}layers.{index}.ple.ple_embedding."
             ple.hash = dataclasses.replace(
                 ple.hash,

@@ -27,7 +27,7 @@ class NgramRows:
         self._size = hashes[0].ngram_size - 1
         # The last tokens of each slot's sequence, oldest first, the one to be fed next included.
         self._context = np.full((num_slots, self._size + 1), self._eos, np.int64)
-        self._pending: list[tuple[jax.Array, list[int]]] = []
+        self._pending: list[tuple[jax.Array, np.ndarray]] = []
 
     def shapes(self, rows: int) -> tuple[jax.ShapeDtypeStruct, ...]:
         """Shapes of what ``prefill`` and ``decode`` return for a step of so many rows."""
@@ -64,7 +64,7 @@ class NgramRows:
 
     def sampled(self, tokens: jax.Array, rows: Sequence[DecodeRow | PrefillRow]) -> None:
         """Notes that a launched step will sample int32[1, B] ``tokens``, -1 for rows that emit none."""
-        self._pending.append((tokens, [row.request.slot for row in rows]))
+        self._pending.append((tokens, np.array([row.request.slot for row in rows])))
 
     def forget(self) -> None:
         """Drops what failed steps would have sampled."""
@@ -73,13 +73,13 @@ class NgramRows:
     def _start(self, slot: int, context: np.ndarray) -> None:
         """Sets a slot's tokens; what steps still in flight sample belongs to its former owner."""
         for _, slots in self._pending:
-            slots[:] = [0 if other == slot else other for other in slots]
+            slots[slots == slot] = 0
         self._context[slot, 1:] = context
 
     def _resolve(self) -> None:
         pending, self._pending = self._pending, []
         for tokens, slots in pending:
             found = np.asarray(tokens)[0, : len(slots)]
-            for slot, token in zip(slots, found.tolist()):
-                if token >= 0:
-                    self._context[slot] = [*self._context[slot, 1:], token]
+            slots, found = slots[found >= 0], found[found >= 0]
+            self._context[slots, :-1] = self._context[slots, 1:]
+            self._context[slots, -1] = found

@@ -54,10 +54,10 @@ class StepOutput:
 @jax.tree_util.register_dataclass
 @dataclasses.dataclass(frozen=True)
 class Extras:
-    """Large inputs of a step; see the fields of the same names in batch.Batch."""
+    """Large inputs of a step, or their shapes; see the fields of the same names in batch.Batch."""
 
-    ngram_rows: tuple[jax.Array, ...] | None = None
-    features: jax.Array | None = None
+    ngram_rows: tuple[Any, ...] | None = None
+    features: Any = None
 
 
 @dataclasses.dataclass(frozen=True)

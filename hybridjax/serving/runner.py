@@ -87,10 +87,12 @@ class ModelRunner:
             self._ngrams = NgramRows(model.ngram_hashes, model.host_tables, sizes.num_slots)
         # Without the tokens of one step the host cannot look up the n-grams of the next.
         self.max_decode_steps = 1 if self._ngrams else config.num_continuous_decode_steps
-        self._graph, self._parameters = nnx.split(model, nnx.Param)
+        self._graph, parameters = nnx.split(model, nnx.Param)
+        # Launches take a plain list: flattening nnx's containers costs more than launching a thousand arrays.
+        self._parameters, self._structure = jax.tree.flatten(parameters)
         self._images = None
         if hasattr(model, "visual"):
-            self._images = ImageFeatures(self._graph, self._parameters, model.config, model.dtype)
+            self._images = ImageFeatures(self._graph, parameters, model.config, model.dtype)
         self._init_caches = functools.partial(model.init_state, sizes.num_pages, sizes.num_slots)
         self._make_state = jax.jit(self._new_state)
         self._state: DeviceState | None = self._make_state()
@@ -246,15 +248,19 @@ class ModelRunner:
         parameters, state = jax.tree.map(_abstract, (self._parameters, self._live_state()))
         buffer = jax.ShapeDtypeStruct((bucket.layout.size,), jnp.int32)
 
+        def on_list(step: Any) -> Any:
+            def run(leaves: Any, *inputs: Any) -> Any:
+                return step(self._graph, bucket, jax.tree.unflatten(self._structure, leaves), *inputs)
+
+            return run
+
         def compiled(step: Any, *inputs: Any) -> Any:
-            program = jax.jit(functools.partial(step, self._graph, bucket), donate_argnums=1)
+            program = jax.jit(on_list(step), donate_argnums=1)
             return program.lower(parameters, state, *inputs).compile()
 
         with override(self.config.implementation):
             if bucket.mode == "decode" and self._ngrams is not None:
-                streams = jax.eval_shape(
-                    functools.partial(decode_head, self._graph, bucket), parameters, state, buffer
-                )[0]
+                streams = jax.eval_shape(on_list(decode_head), parameters, state, buffer)[0]
                 rows = Extras(ngram_rows=self._ngrams.shapes(bucket.rows))
                 program = compiled(decode_head, buffer), compiled(decode_tail, buffer, streams, rows)
             else:
