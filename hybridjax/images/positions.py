@@ -3,14 +3,13 @@
 Source: qwen4_exp 11 ("MRoPE ids").
 """
 
+import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 
 from hybridjax.errors import RequestError
 from hybridjax.images.grid import Grid, token_count
-
-_DIGEST_BITS = 31
 
 
 def expand_placeholders(
@@ -88,17 +87,17 @@ def _text(out: np.ndarray, start: int, end: int, position: int) -> int:
 
 
 def cache_ids(digest: bytes, count: int) -> np.ndarray:
-    """int32[count], all negative: what stands for an image's placeholders where prompts are compared.
+    """int64[count], all negative: what stands for an image's placeholders where prompts are compared.
 
-    Token ids alone do not tell images apart. The numbers go through the digest in pieces of 31 bits, so
-    that a few placeholders in a row carry all of it.
+    Token ids alone do not tell images apart. Each number alone has 63 bits that depend on the whole digest,
+    as a page of the cache may hold only one of them.
 
     Args:
-      digest: of the image, 32 bytes (see content_hash).
+      digest: of the image (see content_hash).
       count: placeholders of the image.
     """
-    words = np.frombuffer(digest, "<u4") >> np.uint32(32 - _DIGEST_BITS)
-    return ~np.resize(words, count).astype(np.int32)
+    words = np.frombuffer(hashlib.shake_256(digest).digest(8 * count), np.uint64)
+    return ~(words >> np.uint64(1)).astype(np.int64)
 
 
 def _mismatch(message: str) -> RequestError:

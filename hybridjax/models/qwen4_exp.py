@@ -35,6 +35,7 @@ from hybridjax.models.base import StateSize, TensorEntry
 from hybridjax.models.common import checked_ids, prefixed, state_size
 from hybridjax.models import qwen4_exp_training
 from hybridjax.models.qwen4_exp_entries import checkpoint_entries
+from hybridjax.ops.index_selection import SharedBlocks
 from hybridjax.ops.ngram_hash import NgramHash
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -112,7 +113,7 @@ class MTPHead(nnx.Module):
         batch: Batch,
         cache: IndexedPagedCache | None,
         probe: Probe | None = None,
-        shared: jax.Array | None = None,
+        shared: SharedBlocks | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """embedded [N, H] of the newly known tokens, streams [N, C * H] -> streams and the cache."""
         rows = streams.shape[0]
@@ -277,7 +278,7 @@ class Qwen4Exp(nnx.Module):
         streams: jax.Array,
         cache: IndexedPagedCache | None,
         probe: Probe | None = None,
-        shared: jax.Array | None = None,
+        shared: SharedBlocks | None = None,
     ) -> tuple[jax.Array, LayerCache | None]:
         """One step of the MTP head (qwen4_exp 10).
 

@@ -131,6 +131,7 @@ class Engine:
             max_running_requests=running,
             max_total_tokens=capacity,
             sampling_defaults=sampling_defaults or {},
+            images=image_inputs and image_inputs.support,
         )
         self._image_inputs = image_inputs
         self._make_text_source = make_text_source or _detokenizer

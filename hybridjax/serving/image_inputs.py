@@ -10,7 +10,8 @@ from hybridjax.configs import EngineConfig
 from hybridjax.errors import RequestError
 from hybridjax.images import ImageProcessor, content_hash, expand_placeholders, rope_positions
 from hybridjax.json_files import read_object
-from hybridjax.serving.prompt_images import ProcessedImage, PromptImages, cache_ids
+from hybridjax.serving.api import ImageSupport
+from hybridjax.serving.prompt_images import ProcessedImage, PromptImages, prompt_cache_ids
 from hybridjax.serving.request import Limits
 
 
@@ -20,11 +21,11 @@ class ImageInputs:
     Args:
       processor: of the model.
       config: the model's configuration, with ``vision_config`` and ``image_token_id``.
-      max_images: per request.
+      support: the limits that a front checks before it decodes anything.
     """
 
-    def __init__(self, processor: ImageProcessor, config: Any, max_images: int):
-        self._processor, self._config, self._max_images = processor, config, max_images
+    def __init__(self, processor: ImageProcessor, config: Any, support: ImageSupport):
+        self._processor, self._config, self.support = processor, config, support
         self._merge = config.vision_config.spatial_merge_size
 
     @classmethod
@@ -35,7 +36,12 @@ class ImageInputs:
         processor = ImageProcessor.from_config(
             architecture.vision_config, raw, max_pixels=config.max_image_area
         )
-        return cls(processor, architecture, config.max_images_per_request)
+        support = ImageSupport(
+            max_image_bytes=config.max_image_bytes,
+            max_image_pixels=config.max_image_pixels,
+            max_images=config.max_images_per_request,
+        )
+        return cls(processor, architecture, support)
 
     def prepare(
         self, ids: Any, images: Sequence[np.ndarray], limits: Limits
@@ -59,9 +65,9 @@ class ImageInputs:
                                param="messages", code="unsupported_content")  # fmt: skip
         if not len(images) and not (flat == config.image_token_id).any():
             return ids, None
-        if len(images) > self._max_images:
+        if len(images) > self.support.max_images:
             raise RequestError(
-                f"the prompt has {len(images)} images; at most {self._max_images} are allowed",
+                f"the prompt has {len(images)} images; at most {self.support.max_images} are allowed",
                 param="messages",
                 code="too_many_images",
             )
@@ -81,5 +87,5 @@ class ImageInputs:
         )
         placeholder = expanded == config.image_token_id
         index = np.where(placeholder, np.cumsum(placeholder) - 1, -1).astype(np.int32)
-        keys = cache_ids(expanded, index, processed, self._merge)
+        keys = prompt_cache_ids(expanded, index, processed, self._merge)
         return expanded, PromptImages(processed, index, rope, delta, keys)

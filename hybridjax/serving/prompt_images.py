@@ -1,12 +1,11 @@
 """The images of a prompt, as a request carries them."""
 
 import dataclasses
-import hashlib
 from collections.abc import Sequence
 
 import numpy as np
 
-from hybridjax.images.grid import Grid, token_count
+from hybridjax.images import Grid, cache_ids, token_count
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -43,19 +42,12 @@ class PromptImages:
     cache_ids: np.ndarray
 
 
-def cache_ids(
+def prompt_cache_ids(
     ids: np.ndarray, feature_index: np.ndarray, images: Sequence[ProcessedImage], merge_size: int
 ) -> np.ndarray:
-    """``PromptImages.cache_ids``; each placeholder's number has 63 bits of its image's digest."""
+    """``PromptImages.cache_ids`` from token ids and the feature that each placeholder stands for."""
+    numbers = [cache_ids(i.digest, token_count(i.grid, merge_size)) for i in images]
     out = ids.astype(np.int64)
-    if images:
-        numbers = np.concatenate([_numbers(i.digest, token_count(i.grid, merge_size)) for i in images])
-        placeholder = feature_index >= 0
-        out[placeholder] = numbers[feature_index[placeholder]]
+    placeholder = feature_index >= 0
+    out[placeholder] = np.concatenate(numbers)[feature_index[placeholder]]
     return out
-
-
-def _numbers(digest: bytes, count: int) -> np.ndarray:
-    """``count`` negative int64 that depend on every bit of the digest."""
-    stream = hashlib.shake_256(digest).digest(8 * count)
-    return -1 - (np.frombuffer(stream, np.uint64) >> np.uint64(1)).astype(np.int64)

@@ -17,6 +17,7 @@ from hybridjax.batch import TILE, Batch
 from hybridjax.images import rope_positions
 from hybridjax.images.grid import patch_layout
 from hybridjax.layers import indexed_attention
+from hybridjax.ops.index_selection import SharedBlocks
 
 GOLDENS = Path(__file__).parent.parent / "goldens" / "qwen4_exp"
 NAMES = ("text_small", "text_no_ple", "text_two_ple")
@@ -175,6 +176,30 @@ class TestMTP:
             assert relative_errors(logits[0], want["draft_step_logits"][step]) < 2e-5
             tokens.append(int(jnp.argmax(logits)))
         assert tokens == facts["draft_tokens"]
+
+    def test_index_share_within_the_budget_changes_nothing(self, mtp):
+        """Beyond what a captured row listed, later steps see the tokens that came after it."""
+        model, want, _ = mtp
+        ids, rows = np.asarray(want["input_ids"][0], np.int32), 15  # below the budget of 16: all is listed
+        table = jnp.array([[1]], jnp.int32)
+        cache = jax.tree.map(lambda x: jnp.full_like(x, -1), model.init_draft_cache(2, 2))
+        streams = jnp.pad(jnp.asarray(want["streams"][0][:rows]), ((0, TILE - rows), (0, 0)))
+        seen = {}
+        drafted, cache = model.draft(
+            prefill_batch(ids[1:], 0, rows, table, 1), streams, cache, seen.__setitem__
+        )
+        shared = SharedBlocks(seen["mtp.block_ids"][rows - 1 : rows], jnp.array([rows], jnp.int32), 3)
+        plain = alike = drafted[rows - 1][None]
+        before = other = cache
+        for position in range(rows, rows + 3):
+            batch = decode_batch(ids[position + 1], position, table, 1)
+            plain, cache = model.draft(batch, plain, cache)
+            alike, other = model.draft(batch, alike, other, shared=shared)
+            assert relative_errors(alike, plain).max() < 2e-6
+        # A draft step that does not select leaves the index state to the one that does.
+        np.testing.assert_array_equal(other.pending, before.pending)
+        np.testing.assert_array_equal(other.index_keys, before.index_keys)
+        assert not np.array_equal(cache.pending, before.pending)
 
 
 class TestImages:
