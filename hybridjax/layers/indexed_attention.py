@@ -20,7 +20,8 @@ class IndexedAttention(nnx.Module):
 
     The projections share one matrix, in this order: q (per head D rows, then the head's D gate rows), k, v,
     and the index projection (Hi queries, then one key). With ``attention_bias``, in_bias [q | k | v rows] and
-    o_bias [hidden]; the index projection has none. Index parameters get no gradient.
+    o_bias [hidden]; the index projection has none. Index parameters get no gradient from the output: a choice
+    of blocks has none. Their own loss is ops.index_loss of ``index_inputs``.
     """
 
     def __init__(self, config: Qwen4ExpConfig, *, init: Initializer, dtype: jnp.dtype, rngs: nnx.Rngs):
@@ -61,11 +62,14 @@ class IndexedAttention(nnx.Module):
           shared: DECODE only: attend to this selection and the blocks after it, and write no index keys.
         """
         config = self.config
+        if probe is not None:
+            probe("attention_input", x)
         q, k, v, gate, index_q, index_k = self._project(x)
         rope = batch.positions if batch.rope_positions is None else batch.rope_positions
         q, k = (self._rotate(t, rope) for t in (self.q_norm(q), self.k_norm(k)))
         if batch.mode is Mode.WHOLE:
-            index_keys = self._index_keys(index_k, rope)
+            # A choice of blocks has no gradient.
+            index_keys = jax.lax.stop_gradient(self._index_keys(index_k, rope))
             keys, values = as_pages(k, PAGE_SIZE), as_pages(v, PAGE_SIZE)
             table = whole_page_table(batch.slot.shape[0], keys.shape[0])
             index_keys = index_keys.reshape(keys.shape[0], -1, index_keys.shape[-1])
@@ -98,6 +102,22 @@ class IndexedAttention(nnx.Module):
             out = out + self.o_bias[...]
         return out, cache
 
+    def index_inputs(self, x: jax.Array, batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array, jax.Array]:
+        """What the indexer's loss compares, differentiable in the index parameters alone.
+
+        Args:
+          x: [N, hidden] the layer's input (probe "attention_input") in a WHOLE batch.
+          batch: the batch.
+
+        Returns:
+          rotated q [N, Hq, D] and k [N, G, D], index queries [N, Hi, Di] and index keys [N / ratio, Di].
+        """
+        q, k, _, _, index_q, index_k = self._project(jax.lax.stop_gradient(x))
+        rope = batch.positions if batch.rope_positions is None else batch.rope_positions
+        q, k = (self._rotate(t, rope) for t in (self.q_norm(q), self.k_norm(k)))
+        index_q = self._rotate(self.index_q_norm(index_q), rope)
+        return *jax.lax.stop_gradient((q, k)), index_q, self._index_keys(index_k, rope)
+
     def _project(self, x):
         """q, k, v, gate [N, heads, D], index queries [N, Hi, Di] and raw index keys [N, Di]."""
         config = self.config
@@ -108,8 +128,7 @@ class IndexedAttention(nnx.Module):
             qg, k, v = (t + b for t, b in zip((qg, k, v), jnp.split(self.in_bias[...], bounds), strict=True))
         q, gate = jnp.split(qg.reshape(-1, config.num_attention_heads, 2 * width), 2, axis=-1)
         k, v = (t.reshape(-1, config.num_key_value_heads, width) for t in (k, v))
-        # A choice of blocks has no gradient.
-        index = jax.lax.stop_gradient(index).reshape(-1, config.indexer_n_heads + 1, index_width)
+        index = index.reshape(-1, config.indexer_n_heads + 1, index_width)
         return q, k, v, gate, index[:, :-1], index[:, -1]
 
     def _rotate(self, x, rope):
@@ -130,8 +149,7 @@ class IndexedAttention(nnx.Module):
     def _index_keys(self, raw, rope):
         """Keys of the blocks that tiled rows hold: raw [N, Di] -> [N / ratio, Di]."""
         ratio = self.config.indexer_compress_ratio
-        keys = self._compress(raw.reshape(-1, ratio, raw.shape[-1]), rope[::ratio])
-        return jax.lax.stop_gradient(keys)
+        return self._compress(raw.reshape(-1, ratio, raw.shape[-1]), rope[::ratio])
 
     def _write(self, cache: IndexedPagedCache, k, v, batch: Batch) -> IndexedPagedCache:
         page, column = row_pages(batch, cache.keys.shape[2])

@@ -6,6 +6,7 @@ from hybridjax.ops.dispatch import OPS, Op, override, parse_override
 from hybridjax.ops.experts import experts
 from hybridjax.ops.gated_delta import gated_delta_decode, gated_delta_prefill, gated_delta_whole
 from hybridjax.ops.history import history
+from hybridjax.ops.index_loss import attention_by_block, index_loss
 from hybridjax.ops.index_selection import SharedBlocks, select_index_blocks
 from hybridjax.ops.infllm import select_blocks, update_compressed
 from hybridjax.ops.ngram_hash import NgramHash, ngram_rows, ngram_windows
@@ -20,6 +21,7 @@ __all__ = [
     "NgramHash",
     "Op",
     "SharedBlocks",
+    "attention_by_block",
     "block_attention",
     "causal_conv",
     "centered_rms_norm",
@@ -30,6 +32,7 @@ __all__ = [
     "gated_delta_whole",
     "gated_rms_norm",
     "history",
+    "index_loss",
     "load_balancing_loss",
     "ngram_rows",
     "ngram_windows",

@@ -7,7 +7,8 @@ import typing
 from collections.abc import Callable
 from typing import Any
 
-from hybridjax.configs import MiniCPMSALAConfig, SparseConfig
+from hybridjax.configs import MiniCPMSALAConfig, Qwen4ExpConfig, SparseConfig
+from hybridjax.configs import qwen4_exp as qwen4
 from hybridjax.configs.flags import readable_int
 from hybridjax.configs.minicpm_sala import LINEAR, SPARSE
 from hybridjax.configs.validation import check, finite_floats, positive_int
@@ -111,13 +112,16 @@ class ExperimentConfig:
       microbatches: parts of a batch whose gradients are added up one after the other.
       compute_dtype: of activations and of the weights that the model sees; masters are float32.
       z_loss: factor on the mean squared log-normaliser.
+      mtp_loss, indexer_loss: factors on these losses of models that have them (Qwen4Exp); that of the
+        routers' balance is ``model.router_aux_loss_coef``.
+      implementation: of ops, as ``op=name,...``, where the automatic choice is not to be trusted.
       remat: recompute each layer in the backward pass.
       log_every, eval_every, checkpoint_every: in steps; eval and checkpoint also happen at the end,
         and 0 leaves it at that.
     """
 
     name: str
-    model: MiniCPMSALAConfig
+    model: MiniCPMSALAConfig | Qwen4ExpConfig
     data: DataConfig = DataConfig()
     optimizer: OptimizerConfig = OptimizerConfig()
     schedule: ScheduleConfig = ScheduleConfig()
@@ -130,6 +134,9 @@ class ExperimentConfig:
     seed: int = 0
     compute_dtype: str = "bfloat16"
     z_loss: float = 1e-4
+    mtp_loss: float = 0.3
+    indexer_loss: float = 1.0
+    implementation: str | None = None
     remat: bool = False
     log_every: int = 10
     eval_every: int = 0
@@ -147,7 +154,7 @@ class ExperimentConfig:
             "keep_checkpoints",
         ):
             positive_int(name, getattr(self, name))
-        for name in ("eval_every", "checkpoint_every", "z_loss"):
+        for name in ("eval_every", "checkpoint_every", "z_loss", "mtp_loss", "indexer_loss"):
             check(getattr(self, name) >= 0, name, getattr(self, name), "0 or more")
         check(0 <= self.seed < 2**31, "seed", self.seed, "in 0..2**31-1")
         known = ("float32", "bfloat16")
@@ -164,6 +171,12 @@ class ExperimentConfig:
                 self.batch_size,
                 f"such that a batch of {rows} rows of {length} tokens has {self.microbatches} equal parts",
             )
+
+    def loss_weight(self, name: str) -> float:
+        """The factor on a loss that the model's ``training_losses`` gives beside the logits."""
+        if name == "router" and isinstance(self.model, Qwen4ExpConfig):
+            return self.model.router_aux_loss_coef
+        return {"mtp": self.mtp_loss, "indexer": self.indexer_loss}[name]
 
     @property
     def long_steps(self) -> int:
@@ -274,6 +287,115 @@ def tiny_sala_adamw() -> ExperimentConfig:
 def tiny_sala_cosine() -> ExperimentConfig:
     """A cosine schedule."""
     return override(tiny_sala(), "name=tiny_sala_cosine", "schedule.name=cosine")
+
+
+_TINY_FLASH_NEXT = Qwen4ExpConfig(
+    vocab_size=2048,
+    hidden_size=128,
+    num_hidden_layers=8,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=32,
+    rope_parameters=qwen4.RopeConfig(rope_theta=1e4, partial_rotary_factor=0.5, mrope_section=(3, 3, 2)),
+    max_position_embeddings=4096,
+    layer_types=(qwen4.LINEAR, qwen4.LINEAR, qwen4.LINEAR, qwen4.INDEXED) * 2,
+    linear_num_key_heads=2,
+    linear_num_value_heads=6,
+    linear_key_head_dim=32,
+    linear_value_head_dim=32,
+    num_experts=16,
+    num_experts_per_tok=4,
+    moe_intermediate_size=64,
+    shared_expert_intermediate_size=64,
+    router_aux_loss_coef=0.01,
+    hc_lowrank=16,
+    ple_embed_dim=64,
+    heads_per_ngram=2,
+    ngram_vocab_size_base=4096,
+    split_ngram_parts=4,
+    indexer_n_heads=2,
+    indexer_head_dim=32,
+    indexer_budget=256,
+    bos_token_id=BOS,
+    eos_token_id=(EOS, IM_END),
+    pad_token_id=EOS,
+    initializer_range=0.05,
+)
+
+
+@EXPERIMENTS.register("tiny_flash_next")
+def tiny_flash_next() -> ExperimentConfig:
+    """The bundled Qwen4Exp: every part of the release in 5.8 M parameters."""
+    return ExperimentConfig(
+        name="tiny_flash_next",
+        model=_TINY_FLASH_NEXT,
+        data=DataConfig(evaluation_batch=8),
+        steps=1600,
+        schedule=ScheduleConfig(warmup_steps=200),
+        # The kernel that serves 16 experts best has a slow gradient.
+        implementation="experts=dense",
+    )
+
+
+@EXPERIMENTS.register("tiny_flash_next_debug")
+def tiny_flash_next_debug() -> ExperimentConfig:
+    """Three small layers with every part: the whole path in minutes on a CPU."""
+    model = dataclasses.replace(
+        _TINY_FLASH_NEXT,
+        hidden_size=64,
+        num_hidden_layers=3,
+        layer_types=(qwen4.LINEAR, qwen4.LINEAR, qwen4.INDEXED),
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        linear_num_key_heads=1,
+        linear_num_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        moe_intermediate_size=32,
+        shared_expert_intermediate_size=32,
+        hc_count=2,
+        hc_lowrank=8,
+        ngram_vocab_size_base=512,
+        indexer_budget=64,
+    )
+    return ExperimentConfig(
+        name="tiny_flash_next_debug",
+        model=model,
+        data=DataConfig(evaluation_length=512, evaluation_documents=6, evaluation_batch=8),
+        batch_size=8,
+        sequence_length=256,
+        steps=200,
+        compute_dtype="float32",
+        schedule=ScheduleConfig(warmup_steps=20),
+        eval_every=100,
+        checkpoint_every=100,
+        implementation="experts=dense",
+    )
+
+
+@EXPERIMENTS.register("tiny_flash_next_no_ngrams")
+def tiny_flash_next_no_ngrams() -> ExperimentConfig:
+    """Without the n-gram embedding."""
+    return override(tiny_flash_next(), "name=tiny_flash_next_no_ngrams", "model.ple_layer_ids=")
+
+
+@EXPERIMENTS.register("tiny_flash_next_linear_only")
+def tiny_flash_next_linear_only() -> ExperimentConfig:
+    """Gated DeltaNet in every layer, the MTP head's own layer apart."""
+    kinds = ",".join([qwen4.LINEAR] * 8)
+    return override(tiny_flash_next(), "name=tiny_flash_next_linear_only", f"model.layer_types={kinds}")
+
+
+@EXPERIMENTS.register("tiny_flash_next_no_mtp")
+def tiny_flash_next_no_mtp() -> ExperimentConfig:
+    """Without the MTP head and its loss."""
+    return override(tiny_flash_next(), "name=tiny_flash_next_no_mtp", "model.mtp_num_hidden_layers=0")
+
+
+@EXPERIMENTS.register("tiny_flash_next_two_streams")
+def tiny_flash_next_two_streams() -> ExperimentConfig:
+    """Two residual streams instead of four."""
+    return override(tiny_flash_next(), "name=tiny_flash_next_two_streams", "model.hc_count=2")
 
 
 def override[C](config: C, *assignments: str) -> C:

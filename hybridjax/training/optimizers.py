@@ -1,6 +1,7 @@
 """Optimisers and learning-rate schedules over dictionaries of named tensors."""
 
 import functools
+import math
 from collections.abc import Callable, Hashable, Mapping
 from typing import Any
 
@@ -16,11 +17,19 @@ MATRIX, TABLE, VECTOR = "matrix", "table", "vector"
 _MUON_RMS = 0.2
 
 
+_TABLES = ("embed_tokens", "ngram_embedding", "lm_head")
+# A few rows that feed a sigmoid or softmax each: no matrix whose directions are worth equalising.
+_GATES = ("in_proj_b", "in_proj_a", "mlp.gate.weight", "shared_expert_gate", "block_inject_weight")
+
+
 def kind_of(name: str, ndim: int) -> str:
-    """A hidden "matrix", a "table" (embedding or output head) or a "vector" (norms)."""
-    if ndim != 2:
+    """A hidden "matrix" or stack of experts' matrices, a "table" (embedding, n-grams or output head), or a
+    "vector": norms, decays, convolutions, routers and gates."""
+    if ndim == 3:
+        return MATRIX if ".experts." in name else VECTOR
+    if ndim != 2 or any(part in name for part in _GATES):
         return VECTOR
-    return TABLE if "embed" in name or "lm_head" in name else MATRIX
+    return TABLE if any(part in name for part in _TABLES) else MATRIX
 
 
 def make_schedule(config: ExperimentConfig) -> Callable[[Any], jax.Array]:
@@ -109,10 +118,14 @@ def _stacked(optimizer: optax.GradientTransformation) -> optax.GradientTransform
     """Shows matrices of one shape to the optimiser as one array [count, rows, columns].
 
     A model has dozens of small matrices; one by one, their Newton-Schulz steps would be as many kernels.
+    A stack of experts [E, rows, columns] counts as E matrices.
     """
 
     def stack(matrices):
-        return {"x".join(map(str, shape)): jnp.stack(group) for shape, group in _by_shape(matrices).items()}
+        return {
+            "x".join(map(str, shape)): jnp.concatenate([m.reshape(-1, *shape) for m in group])
+            for shape, group in _by_shape(matrices).items()
+        }
 
     def init(params):
         return optimizer.init(stack(params))
@@ -120,11 +133,16 @@ def _stacked(optimizer: optax.GradientTransformation) -> optax.GradientTransform
     def update(updates, state, params=None):
         found: Any
         found, state = optimizer.update(stack(updates), state)
-        parts = {shape: iter(found["x".join(map(str, shape))]) for shape in _by_shape(updates)}
-        return {
-            name: update if isinstance(update, optax.MaskedNode) else next(parts[update.shape])
-            for name, update in updates.items()
-        }, state
+        out = dict(updates)
+        first: dict[tuple[int, ...], int] = {}
+        for name, update in updates.items():
+            if isinstance(update, optax.MaskedNode):
+                continue
+            shape = update.shape[-2:]
+            start = first.get(shape, 0)
+            first[shape] = start + update.size // math.prod(shape)
+            out[name] = found["x".join(map(str, shape))][start : first[shape]].reshape(update.shape)
+        return out, state
 
     return optax.GradientTransformation(init, update)
 
@@ -134,9 +152,9 @@ def _by_shape(matrices: Mapping[str, Any]) -> dict[tuple[int, ...], list[jax.Arr
     for matrix in matrices.values():
         # Tensors of other kinds are masked out.
         if not isinstance(matrix, optax.MaskedNode):
-            groups.setdefault(matrix.shape, []).append(matrix)
+            groups.setdefault(matrix.shape[-2:], []).append(matrix)
     return groups
 
 
 def _like_adam(update: jax.Array) -> jax.Array:
-    return update * (_MUON_RMS * max(update.shape) ** 0.5)
+    return update * (_MUON_RMS * max(update.shape[-2:]) ** 0.5)

@@ -26,12 +26,16 @@ class ParameterLayout:
       graphdef, rest: the model without its parameters.
       variables: abstract parameter variables by path.
       parts: the tensors that each parameter holds, in order of rows.
+      float32: last names of the parameters that are float32 whatever the model's dtype.
+      losses: names of the losses that the model's ``training_losses`` gives beside its logits.
     """
 
     graphdef: Any
     rest: Any
     variables: dict[Any, Any]
     parts: dict[Any, tuple[TensorEntry, ...]]
+    float32: tuple[str, ...] = ()
+    losses: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, model: Any) -> "ParameterLayout":
@@ -56,7 +60,14 @@ class ParameterLayout:
             held.sort(key=lambda e: e.order)
             if not held or not tiles(held, variables[path].shape):
                 raise ConfigError(f"the checkpoint's tensors do not tile parameter {path}")
-        return cls(graphdef, rest, variables, {path: tuple(held) for path, held in parts.items()})
+        return cls(
+            graphdef,
+            rest,
+            variables,
+            {path: tuple(held) for path, held in parts.items()},
+            tuple(getattr(model, "float32_parameters", ())),
+            tuple(getattr(model, "training_loss_names", ())),
+        )
 
     def tensors(self, model: Any) -> Tensors:
         """The model's parameters in float32 by tensor name."""
@@ -71,7 +82,8 @@ class ParameterLayout:
         """The model with these tensors as parameters in ``dtype``; differentiable in the tensors."""
         flat = []
         for path, variable in self.variables.items():
-            held = [tensors[entry.name].astype(dtype) for entry in self.parts[path]]
+            own = jnp.float32 if path[-1] in self.float32 else dtype
+            held = [tensors[entry.name].astype(own) for entry in self.parts[path]]
             value = held[0] if len(held) == 1 else jnp.concatenate(held)
             flat.append((path, variable.replace(value.reshape(variable.shape))))
         return nnx.merge(self.graphdef, nnx.from_flat_state(flat), self.rest)

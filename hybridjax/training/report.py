@@ -52,8 +52,7 @@ def write_pretrained(trainer: Trainer, result: TrainResult, directory: Path) -> 
     # Its readers (safetensors) are not needed to train.
     from hybridjax.checkpoints import save_pretrained
 
-    shipped = {name: tensor.astype(SHIPPED_DTYPE) for name, tensor in result.tensors.items()}
-    model = trainer.layout.model(shipped, jnp.dtype(SHIPPED_DTYPE))
+    model = trainer.layout.model(result.tensors, jnp.dtype(SHIPPED_DTYPE))
     model.config = dataclasses.replace(trainer.config.model, dtype=SHIPPED_DTYPE)
     with tempfile.TemporaryDirectory() as temporary:
         draft = Path(temporary, "model")
@@ -66,13 +65,13 @@ def write_pretrained(trainer: Trainer, result: TrainResult, directory: Path) -> 
         "tokens": result.tokens,
         "seconds": round(result.seconds, 1),
         "device": f"{trainer.parallel.size} x {jax.devices()[0].device_kind}",
-        "parameters": count(shipped),
+        "parameters": count(result.tensors),
         "corpus_sha256": trainer.data.info["corpus_sha256"],
         "heldout": heldout,
     }
     extra_files = {
         _EVALUATION: json.dumps(report, indent=1) + "\n",
-        _CARD: model_card(trainer.config, trainer.data, report, shipped),
+        _CARD: model_card(trainer.config, trainer.data, report),
     }
     save_pretrained(model, directory, tokenizer_dir=trainer.data.directory, extra_files=extra_files)
     return report

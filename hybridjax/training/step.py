@@ -10,6 +10,7 @@ import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hybridjax.errors import ConfigError
+from hybridjax.ops import dispatch
 from hybridjax.training.data import TokenBatch
 from hybridjax.training.experiments import ExperimentConfig
 from hybridjax.training.optimizers import make_schedule
@@ -84,25 +85,40 @@ def make_train_step(
     Returns:
       ``step(tensors, opt_state, index, inputs, targets, mask)``, where the arrays are
       [microbatches, B, L] and ``index`` counts steps from 0 -> new tensors, new state (the old ones
-      are donated) and metrics: loss (mean nats per target), grad_norm (before clipping) and lr.
+      are donated) and metrics: loss (mean nats per target), the model's further losses by name, each
+      before its weight, grad_norm (before clipping) and lr.
     """
     dtype = jnp.dtype(config.compute_dtype)
     schedule = make_schedule(config)
+    weights = {name: config.loss_weight(name) for name in layout.losses}
 
     def objective(tensors, inputs, targets, mask, scale):
-        nats, normaliser = token_nats(layout.model(tensors, dtype)(inputs), targets)
+        model, extra = layout.model(tensors, dtype), {}
+        with dispatch.override(config.implementation):
+            if weights:
+                logits, extra = model.training_losses(inputs, targets, mask)
+            else:
+                logits = model(inputs)
+        nats, normaliser = token_nats(logits, targets)
         nats = jnp.sum(jnp.where(mask, nats, 0.0)) * scale
         penalty = jnp.sum(jnp.where(mask, normaliser**2, 0.0)) * scale
-        return nats + config.z_loss * penalty, nats
+        total = nats + config.z_loss * penalty
+        if weights:
+            # Means over this part's targets: the part counts by its share of all.
+            share = jnp.sum(mask).astype(jnp.float32) * scale
+            extra = {name: share * extra[name] for name in weights}
+            total += sum(weight * extra[name] for name, weight in weights.items())
+        return total, {"loss": nats, **extra}
 
     gradient = jax.value_and_grad(objective, has_aux=True)
 
     def gradients(tensors, inputs, targets, mask, scale):
         def add(carry, part):
-            (_, nats), grads = gradient(tensors, *part, scale)
-            return jax.tree.map(jnp.add, carry, (nats, grads)), None
+            (_, losses), grads = gradient(tensors, *part, scale)
+            return jax.tree.map(jnp.add, carry, (losses, grads)), None
 
-        zero = (jnp.zeros((), jnp.float32), jax.tree.map(jnp.zeros_like, tensors))
+        losses = dict.fromkeys(("loss", *weights), jnp.zeros((), jnp.float32))
+        zero = (losses, jax.tree.map(jnp.zeros_like, tensors))
         total, _ = jax.lax.scan(add, zero, (inputs, targets, mask))
         return jax.lax.psum(total, _AXIS)
 
@@ -111,10 +127,10 @@ def make_train_step(
 
     def step(tensors, opt_state, index, inputs, targets, mask):
         scale = 1.0 / jnp.maximum(jnp.sum(mask), 1).astype(jnp.float32)
-        loss, grads = gradients(tensors, inputs, targets, mask, scale)
+        losses, grads = gradients(tensors, inputs, targets, mask, scale)
         updates, opt_state = optimizer.update(grads, opt_state, tensors)
         metrics = {
-            "loss": loss,
+            **losses,
             "grad_norm": optax.tree.norm(grads),
             "lr": config.optimizer.learning_rate * schedule(index),
         }
@@ -124,13 +140,14 @@ def make_train_step(
 
 
 def make_row_nats(
-    layout: ParameterLayout, compute_dtype: str, parallel: DataParallel
+    layout: ParameterLayout, compute_dtype: str, parallel: DataParallel, implementation: str | None = None
 ) -> Callable[[Tensors, np.ndarray, np.ndarray, np.ndarray], jax.Array]:
     """Compiles ``row_nats(tensors, inputs, targets, scored)`` -> float32[B] for the Evaluator."""
     dtype = jnp.dtype(compute_dtype)
 
     def nats(tensors, inputs, targets, scored):
-        found, _ = token_nats(layout.model(tensors, dtype)(inputs), targets)
+        with dispatch.override(implementation):
+            found, _ = token_nats(layout.model(tensors, dtype)(inputs), targets)
         return jnp.sum(jnp.where(scored, found, 0.0), axis=-1)
 
     rows = _split_along(0)

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from hybridjax.errors import ConfigError, HybridJaxError
 from hybridjax.models import ARCHITECTURES
+from hybridjax.ops import dispatch
 from hybridjax.training.data import PreparedData, batch_at
 from hybridjax.training.evaluation import Evaluator
 from hybridjax.training.experiments import ExperimentConfig
@@ -97,7 +98,7 @@ class Trainer:
       clock: seconds, for the time limit and the speed.
 
     Raises:
-      ConfigError: model and data do not fit together.
+      ConfigError: model and data do not fit together, or ``implementation`` names none.
     """
 
     def __init__(
@@ -115,6 +116,7 @@ class Trainer:
                 f"model.vocab_size is {config.model.vocab_size}; "
                 f"the prepared data needs at least {data.vocab_size}"
             )
+        dispatch.parse_override(config.implementation)
         self.config, self.data, self._clock = config, data, clock
         self.parallel = DataParallel(devices)
         module = model(config)
@@ -124,7 +126,9 @@ class Trainer:
         self._initial = jax.device_put(self.layout.tensors(module), self.parallel.replicated)
         self._optimizer = make_optimizer(config, self._initial)
         self._step = make_train_step(self.layout, self._optimizer, config, self.parallel)
-        self._row_nats = make_row_nats(self.layout, config.compute_dtype, self.parallel)
+        self._row_nats = make_row_nats(
+            self.layout, config.compute_dtype, self.parallel, config.implementation
+        )
         self._open_checkpoints = checkpoints
         settings = config.data
         self._evaluator = Evaluator(
@@ -254,6 +258,7 @@ class Trainer:
             "grad_norm": float(np.mean([one["grad_norm"] for one in found])),
             "tokens": progress.tokens,
             "tokens_per_second": speed,
+            **{name: float(np.mean([one[name] for one in found])) for name in self.layout.losses},
         }
         metrics.write(line)
         bar.set_postfix_str(f"loss {loss:.3f}, {speed:,.0f} tokens/s")
