@@ -79,6 +79,11 @@ class PrefixCache:
         return self._num_nodes
 
     @property
+    def num_evictable_pages(self) -> int:
+        """Pages that nobody else holds; a few more than can be freed now where requests hold deeper ones."""
+        return sum(self._pages.references(node.page) == 1 for node in self._nodes())
+
+    @property
     def num_snapshots(self) -> int:
         """Slots that the cache holds."""
         return len(self._snapshots)

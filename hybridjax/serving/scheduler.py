@@ -85,6 +85,9 @@ class Scheduler:
         self._prefilling: dict[Request, None] = {}
         self._running: dict[Request, None] = {}
         self._last_was_prefill = False
+        # The request that could not be admitted, and the state of affairs at which that is still so.
+        self._changes = 0
+        self._refused: tuple[Request | None, int] = (None, 0)
 
     @property
     def num_waiting(self) -> int:
@@ -140,6 +143,7 @@ class Scheduler:
                 f"{request.computed} computed, {request.scheduled} scheduled"
             )
         request.computed = end
+        self._changes += 1
         if self.cache is not None and isinstance(row, PrefillRow):
             self.cache.insert(request.cache_ids, request.pages, end)
             for position, slot in row.snapshots:
@@ -159,6 +163,7 @@ class Scheduler:
         if request.finish_reason is not None:
             raise PoolError(f"request {request.request_id} is finished already")
         request.finish_reason = reason
+        self._changes += 1
         for queue in (self._waiting, self._prefilling, self._running):
             queue.pop(request, None)
         pages, slot = request.pages, request.slot
@@ -173,6 +178,7 @@ class Scheduler:
         """Forgets every cached prefix; running requests are untouched."""
         if self.cache is not None:
             self.cache.flush()
+            self._changes += 1
 
     def rebuild_pools(self) -> None:
         """Replaces pools that contradict themselves by fresh ones.
@@ -186,6 +192,7 @@ class Scheduler:
         self.slots = SlotPool(self.slots.capacity + 1)
         if self.cache is not None:
             self.cache = PrefixCache(self.pages, self.slots, self.page_size)
+        self._changes += 1
 
     def stats(self) -> SchedulerStats:
         """A snapshot. Modifies nothing."""
@@ -251,14 +258,21 @@ class Scheduler:
         request = next(iter(self._waiting), None)
         if request is None or len(self._prefilling) + len(self._running) >= self.max_running:
             return None
+        if self._refused == (request, self._changes):
+            return None
         match = self.cache.match(request.cache_ids) if self.cache is not None else Match()
         shared = list(match.pages)
         # Held first, so that making room for the rest cannot evict them.
         self.pages.share(shared)
-        fresh = self._allocate_pages(request.pages_needed(self.page_size) - len(shared))
-        slot = None if fresh is None else self._allocate_slot()
-        if fresh is None or slot is None:
-            self.pages.release([*shared, *(fresh or ())])
+        needed = request.pages_needed(self.page_size) - len(shared)
+        # Nothing is evicted for a request that would not fit all the same.
+        slot = self._allocate_slot() if needed <= self._obtainable_pages() else None
+        fresh = None if slot is None else self._allocate_pages(needed)
+        if slot is None or fresh is None:
+            self.pages.release(shared)
+            if slot is not None:
+                self.slots.release(slot)
+            self._refused = (request, self._changes)
             return None
         request.pages, request.slot = shared + fresh, slot
         request.cached = request.computed = request.scheduled = match.tokens
@@ -267,6 +281,11 @@ class Scheduler:
         del self._waiting[request]
         self._prefilling[request] = None
         return request
+
+    def _obtainable_pages(self) -> int:
+        """Free pages and those that only the cache holds."""
+        cached = 0 if self.cache is None else self.cache.num_evictable_pages
+        return self.pages.available + cached
 
     def _allocate_pages(self, count: int) -> list[int] | None:
         """Pages from the pool, or from what the cache can spare; None if that is not enough."""

@@ -98,3 +98,22 @@ def test_cached_pages_and_snapshots_make_room_for_requests():
         assert drain(scheduler, runner)[0] == (name, 0, 500)
         scheduler.check_integrity()
     assert scheduler.pages.available + scheduler.cache.num_pages == 10
+
+
+def test_a_request_that_does_not_fit_yet_evicts_nothing():
+    scheduler = scheduler_of(prefix_caching=True, num_pages=11, num_slots=5, max_running=3)
+    runner = FakeRunner(num_pages=11, num_slots=5)
+    scheduler.add(make_related("cached", 200, 0, max_tokens=1))
+    drain(scheduler, runner)
+    assert scheduler.cache.num_pages == 3
+    scheduler.add(make_related("running", 128, 10, max_tokens=65))  # 4 of the 10 pages
+    runner.read(runner.launch(scheduler.next_plan()))
+    scheduler.add(make_related("large", 500, 20, max_tokens=1))  # 8 pages, and 6 could be had
+    for _ in range(3):
+        scheduler.next_plan()
+        assert scheduler.num_waiting == 1
+        assert scheduler.cache.num_pages == 3
+    scheduler.finish(scheduler.admitted[0], "abort")
+    plan = scheduler.next_plan()
+    assert [row.request.request_id for row in plan.rows] == ["large"]
+    scheduler.check_integrity()
