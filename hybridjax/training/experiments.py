@@ -330,8 +330,9 @@ def tiny_flash_next() -> ExperimentConfig:
         name="tiny_flash_next",
         model=_TINY_FLASH_NEXT,
         data=DataConfig(evaluation_batch=8),
-        steps=1600,
-        schedule=ScheduleConfig(warmup_steps=200),
+        batch_size=16,
+        steps=899,
+        schedule=ScheduleConfig(warmup_steps=100, decay_share=0.445),
         # The kernel that serves 16 experts best has a slow gradient.
         implementation="experts=dense",
     )
