@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from PIL import Image
 
 from hybridjax.errors import RequestError
-from hybridjax.images import ImageLimits, content_hash, decode_image, load_image, parse_data_url
+from hybridjax.images import ImageLimits, content_hash, data_url, decode_image, load_image, parse_data_url
 
 PIXELS = np.random.default_rng(0).integers(0, 256, (16, 24, 3), dtype=np.uint8)
 
@@ -117,6 +117,34 @@ def test_a_path_is_no_url():
 )
 def test_urls_are_read_strictly(text, code, words):
     assert words in refused(lambda: parse_data_url(text), code)
+
+
+@pytest.mark.parametrize("size", [1, 2**18, 2**18 - 1, 3 * 2**16 * 2 + 1, 3 * 2**16 * 2 + 2])
+def test_long_contents_come_out_whole(size):
+    data = np.random.default_rng(size).bytes(size)
+    assert parse_data_url(url(data)) == data
+
+
+@pytest.mark.parametrize("place", [2**18 - 2, 2**18 - 1, 2**18, 2**18 + 1])
+@pytest.mark.parametrize("wrong", ["=", "==", "-", " ", "é"])
+def test_long_contents_are_read_strictly_to_the_end(place, wrong):
+    text = "A" * place + wrong
+    text += "A" * (2**18 + 2**17 - len(text))
+    refused(lambda: parse_data_url("data:image/png;base64," + text), "invalid_image_url")
+
+
+@given(st.text("Aé=+-", max_size=12), st.integers(1, 3))
+def test_pieces_are_read_as_the_whole_would_be(text, pieces):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(data_url, "_PIECE", 4 * pieces)
+        try:
+            expected = base64.b64decode(text.encode("ascii"), validate=True)
+        except ValueError:
+            expected = b""
+        if expected:
+            assert parse_data_url("data:image/png;base64," + text) == expected
+        else:
+            refused(lambda: parse_data_url("data:image/png;base64," + text), "invalid_image_url")
 
 
 def test_bytes_are_limited_to_the_byte():
