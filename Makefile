@@ -7,12 +7,13 @@ EXTRAS ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help venv serve test lint notebooks train bench clean
+.PHONY: help venv serve test lint notebooks train bench interop clean
 
 help:
 	@echo "make serve [MODEL=tiny-sala] [ARGS='--port 30000']   set up, then serve an OpenAI-compatible API"
 	@echo "make test                                            set up, then run the tests"
 	@echo "make lint | notebooks | bench | clean"
+	@echo "make interop MODEL=DIR TORCH_PYTHON=/path/to/python  compare a checkpoint with transformers"
 	@echo "EXTRAS=cuda13 (or cuda12) installs the GPU build of JAX"
 
 # Installing for serving needs less than installing for development.
@@ -45,6 +46,10 @@ notebooks: .venv/dev.stamp
 
 bench: .venv/dev.stamp
 	$(BIN)/python -m benchmarks.serving $(ARGS)
+
+interop: .venv/serve.stamp
+	@test -n "$(TORCH_PYTHON)" || { echo "set TORCH_PYTHON to a Python that has torch and transformers" >&2; exit 1; }
+	$(BIN)/python interop/compare.py $(MODEL) --torch-python $(TORCH_PYTHON) $(ARGS)
 
 clean:
 	rm -rf .venv .pytest_cache .ruff_cache .hypothesis runs build dist *.egg-info
