@@ -309,7 +309,9 @@ def test_decoding_blocks_nobody_and_is_bounded(
     wait_until(lambda: len(server.lifecycle.running) == len(threads))
     assert http.get("/health").status_code == 200
     assert http.post("/v1/completions", json={"prompt": "x", "max_tokens": 2}).status_code == 200
-    assert (slow.started, len(engine.submitted)) == (IMAGE_WORKERS, 1)
+    chat = {"messages": [user(text("x"))], "max_tokens": 2}
+    assert http.post(CHAT, json=chat).status_code == 200
+    assert (slow.started, len(engine.submitted)) == (IMAGE_WORKERS, 2)
     slow.go.set()
     for thread in threads:
         thread.join(PATIENCE)
