@@ -117,11 +117,11 @@ def _shares(mixer: IndexedAttention, x: jax.Array, chosen: jax.Array, batch: Bat
             jnp.sum(jnp.where(listed, weight, 0.0), axis=-1),
             jnp.sum(jax.lax.top_k(weight, min(top_k, blocks))[0], axis=-1),
             jnp.sum(jnp.where(latest, weight, 0.0), axis=-1),
-            top_k / jnp.maximum(complete, 1),
+            jnp.float32(top_k) / jnp.maximum(complete, 1).astype(jnp.float32),
         )
         counted = complete > top_k
         return jnp.stack([jnp.sum(jnp.where(counted, s, 0.0)) for s in shares]), jnp.sum(counted)
 
     items = tuple(a.reshape(sequences, -1, *a.shape[1:]) for a in (q, k, chosen[:, 0], batch.positions))
     sums, counts = jax.lax.map(one, items)
-    return jnp.sum(sums, axis=0) / jnp.maximum(jnp.sum(counts), 1)
+    return jnp.sum(sums, axis=0) / jnp.maximum(jnp.sum(counts), 1).astype(jnp.float32)

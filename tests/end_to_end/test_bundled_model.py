@@ -1,6 +1,7 @@
-"""The bundled model behind the real server, driven by the official client."""
+"""The bundled models: what they know, and one behind the real server, driven by the official client."""
 
 import asyncio
+import math
 import random
 import subprocess
 import sys
@@ -23,6 +24,9 @@ from http_fakes import RunningServer
 PROMPTS = ["import os\n", "def main(", "In the beginning", "class Parser:\n    def __init__(self", "for x in"]
 
 
+MODELS = ("tiny-sala", "tiny-flash-next")
+
+
 @pytest.fixture(scope="module")
 def engine():
     """Room for 6 requests at a time, so that 64 must queue; chunks of 64, so that prompts are cut."""
@@ -34,6 +38,22 @@ def engine():
         compilation_cache_dir="",
     ) as engine:
         yield engine
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def each_engine(request, engine):
+    """Every bundled model's name and an engine that runs it."""
+    if request.param == engine.config.model_path:
+        yield request.param, engine
+        return
+    with Engine(
+        request.param,
+        context_length=1024,
+        max_running_requests=2,
+        chunked_prefill_size=64,
+        compilation_cache_dir="",
+    ) as other:
+        yield request.param, other
 
 
 @pytest.fixture(scope="module")
@@ -88,10 +108,11 @@ def test_the_official_client_completes_and_streams(engine, server):
         assert chat.usage.completion_tokens <= 12
 
 
-def test_the_engine_continues_as_the_teacher_forced_model_does(engine):
-    """Long enough that blocks are left out (12 of 14) and that decoding crosses a block border."""
-    model = hybridjax.load_model("tiny-sala", dtype="float32")
-    tokenizer = hybridjax.load_tokenizer(resolve("tiny-sala"))
+def test_the_engine_continues_as_the_teacher_forced_model_does(each_engine):
+    """Long enough that blocks are left out (12 of 14, 64 of 213) and decoding crosses a block border."""
+    name, engine = each_engine
+    model = hybridjax.load_model(name, dtype="float32")
+    tokenizer = hybridjax.load_tokenizer(resolve(name))
     prompt = tokenizer.encode(Path(random.__file__).read_text())[:850]
     result = engine.generate(
         prompt, SamplingParams(temperature=0, max_tokens=60, logprobs=1, ignore_eos=True)
@@ -141,12 +162,26 @@ def test_64_clients_with_random_aborts_leave_every_page_and_slot_free(engine, se
     assert all_free(engine)
 
 
-def test_the_bundled_model_beats_xz_by_its_card():
-    card = (resolve("tiny-sala") / "README.md").read_text()
+@pytest.mark.parametrize("name", MODELS)
+def test_a_bundled_model_beats_xz_by_its_card(name):
+    card = (resolve(name) / "README.md").read_text()
     row = next(line for line in card.splitlines() if line.startswith("| all |"))
     ours, xz = (float(cell) for cell in row.strip("| ").split("|")[-2:])
     assert ours < xz
-    assert sum(f.stat().st_size for f in resolve("tiny-sala").iterdir()) <= 12e6
+    assert sum(f.stat().st_size for f in resolve(name).iterdir()) <= 12e6
+
+
+@pytest.mark.parametrize(("name", "bits_per_byte"), zip(MODELS, (1.2025, 1.2641)))
+def test_a_bundled_model_predicts_text_it_has_not_seen(name, bits_per_byte):
+    """The beginning of the book of Judges, which is held out of the training text."""
+    text = (Path(__file__).parent / "judges.txt").read_text()
+    model, tokenizer = hybridjax.load_model(name, dtype="float32"), hybridjax.load_tokenizer(name)
+    ids = tokenizer.encode(text)
+    assert ids[0] == model.config.bos_token_id
+    logits = np.asarray(jax.jit(model.__call__)(jnp.asarray([ids], jnp.int32))[0, :-1], np.float64)
+    norm = np.log(np.exp(logits - logits.max(-1, keepdims=True)).sum(-1)) + logits.max(-1)
+    nats = np.sum(norm - logits[np.arange(len(logits)), ids[1:]])
+    assert nats / math.log(2) / len(text.encode()) == pytest.approx(bits_per_byte, rel=0.01)
 
 
 def test_shutdown_frees_the_device():
@@ -159,7 +194,8 @@ def test_shutdown_frees_the_device():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-def test_the_tokenizer_is_found_by_the_model_s_name():
-    tokenizer = hybridjax.load_tokenizer("tiny-sala")
+@pytest.mark.parametrize("name", MODELS)
+def test_the_tokenizer_is_found_by_the_model_s_name(name):
+    tokenizer = hybridjax.load_tokenizer(name)
     text = "def f(x):\n    return x\n"
     assert tokenizer.decode(tokenizer.encode(text)) == text

@@ -34,6 +34,33 @@ def test_the_bundled_model_is_small_hybrid_and_truly_sparse(config):
     assert model.max_position_embeddings // model.sparse_config.block_size == 64
 
 
+def test_the_second_bundled_model_has_every_part_of_the_release():
+    config = EXPERIMENTS["tiny_flash_next"]()
+    model = config.model
+    assert parameters(config) == 5_812_616
+    assert set(model.layer_types) == {"linear_attention", "indexed_attention"}
+    assert model.num_experts == 16 and model.hc_count == 4 and model.ple_layers == (1,)
+    assert model.mtp_num_hidden_layers == 1 and not model.tie_word_embeddings
+    assert model.indexer_budget < config.sequence_length
+    # What ran: 499 steps at the peak, the first 100 of them warming up, and 400 of decay.
+    assert round(config.schedule.decay_share * config.steps) == 400
+
+
+def test_losses_beside_the_next_token_have_weights():
+    config = override(
+        EXPERIMENTS["tiny_flash_next"](), "mtp_loss=0.1", "indexer_loss=2", "model.router_aux_loss_coef=0.5"
+    )
+    assert [config.loss_weight(name) for name in ("router", "mtp", "indexer")] == [0.5, 0.1, 2.0]
+    changed = override(
+        config,
+        "model.rope_parameters.rope_theta=1e6",
+        "implementation=experts=blocked",
+        "model.ple_layer_ids=",
+    )
+    assert changed.model.rope_parameters.rope_theta == 1e6 and changed.model.ple_layers == ()
+    assert changed.implementation == "experts=blocked"
+
+
 @pytest.mark.parametrize(
     ("assignment", "read"),
     [
@@ -104,7 +131,9 @@ def test_a_field_cannot_be_a_value_and_a_path(config):
 
 
 def test_an_unknown_experiment_lists_the_known_ones():
-    with pytest.raises(ConfigError, match="unknown experiment 'tiny'; known: tiny_sala, tiny_sala_adamw"):
+    with pytest.raises(
+        ConfigError, match="unknown experiment 'tiny'; known: tiny_flash_next, .*tiny_sala, tiny_sala_adamw"
+    ):
         EXPERIMENTS["tiny"]
 
 

@@ -10,7 +10,7 @@ from training_fakes import VOCABULARY, Bigram, small_experiment, small_model
 from hybridjax.errors import ConfigError
 from hybridjax.models import ARCHITECTURES
 from hybridjax.models.base import TensorEntry
-from hybridjax.training.experiments import OptimizerConfig, ScheduleConfig
+from hybridjax.training.experiments import EXPERIMENTS, OptimizerConfig, ScheduleConfig
 from hybridjax.training.optimizers import MATRIX, TABLE, VECTOR, kind_of, make_optimizer, make_schedule
 from hybridjax.training.parameters import ParameterLayout, count
 
@@ -61,6 +61,36 @@ def test_every_tensor_of_the_model_has_the_right_kind(model):
             assert kind == MATRIX, name
         elif "norm" in name:
             assert kind == VECTOR, name
+
+
+def test_every_tensor_of_qwen4_exp_has_the_right_kind():
+    config = EXPERIMENTS["tiny_flash_next"]().model
+    entries = ARCHITECTURES[config.architecture].model.checkpoint_entries(config)
+    kinds = {e.name: kind_of(e.name, len(e.shape)) for e in entries}
+    tables = {name for name, kind in kinds.items() if kind == TABLE}
+    shards = {name for name in kinds if ".ngram_embedding.shard_" in name}
+    assert len(shards) == 4 and tables == {"model.embed_tokens.weight", "lm_head.weight"} | shards
+    vectors = ("norm", "A_log", "dt_bias", "conv1d", "in_proj_a", "in_proj_b")
+    gates = ("mlp.gate.", "shared_expert_gate.", "block_inject")
+    for name, kind in kinds.items():
+        if any(part in name for part in vectors + gates):
+            assert kind == VECTOR, name
+        elif name not in tables:
+            assert kind == MATRIX, name
+    assert kinds["model.layers.0.mlp.experts.gate_up_proj"] == MATRIX
+    assert kinds["mtp.fc_embedding.weight"] == MATRIX
+
+
+def test_a_stack_of_experts_is_updated_as_its_matrices_are(tensors):
+    schedule = ScheduleConfig(warmup_steps=0)
+    stack = jnp.stack([tensors["hidden"], tensors["same"]])
+    together = {"mlp.experts.up": stack, "hidden": tensors["other"].T}
+    apart = {"a": stack[0], "b": stack[1], "hidden": tensors["other"].T}
+    for name in ("muon", "adamw"):
+        config = small_experiment(optimizer=OptimizerConfig(name=name), schedule=schedule)
+        one, each = (update(config, t, jax.tree.map(jnp.sin, t)) for t in (together, apart))
+        np.testing.assert_allclose(one["mlp.experts.up"], jnp.stack([each["a"], each["b"]]), atol=1e-7)
+        np.testing.assert_allclose(one["hidden"], each["hidden"], atol=1e-7)
 
 
 def update(config, tensors, grads):

@@ -37,7 +37,7 @@ def test_show_prints_the_changed_settings_and_trains_nothing(capsys, tmp_path, m
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["--experiment", "huge"], "unknown experiment 'huge'; known: tiny_sala,"),
+        (["--experiment", "huge"], "unknown experiment 'huge'; known: tiny_flash_next,"),
         (["--experiment", "tiny_sala", "--set", "stepz=3"], "unknown field 'stepz'; known: name, model,"),
         (["--experiment", "tiny_sala", "--set", "steps=x"], "steps is 'x'; it must be of type int"),
         (["--experiment", "tiny_sala", "--data", "nowhere"], "no prepared data in nowhere"),
