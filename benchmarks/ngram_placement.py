@@ -1,0 +1,408 @@
+"""What the placement of the n-gram table costs in decoding: on the device, in host memory, in a mapped file.
+
+    python -m benchmarks.ngram_placement [--rows 1,8,64] [--host-gib 48] [--mmap-gib 10] [--smoke]
+
+A stack of the released widths with few layers decodes through ModelRunner, launch n+1 before n is read, as
+the engine's loop does. Layer 0 runs before the first n-gram row is needed: the host's work hides behind it.
+The cost is the difference between the steps of two placements; its share of the whole model's step uses a
+step extrapolated from stacks of two depths.
+"""
+
+import argparse
+import collections
+import concurrent.futures
+import dataclasses
+import math
+import mmap
+import os
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import ml_dtypes
+import numpy as np
+from flax import nnx
+
+from benchmarks.common import copy_bandwidth, environment, finish
+from benchmarks.qwen4_exp_common import filled, small_config
+from hybridjax.benchmarking.statistics import spread
+from hybridjax.configs import EngineConfig, Qwen4ExpConfig
+from hybridjax.configs.qwen4_exp import INDEXED, LINEAR
+from hybridjax.host_table import HostTable
+from hybridjax.models.qwen4_exp import Qwen4Exp
+from hybridjax.ops.ngram_hash import NgramHash
+from hybridjax.serving.api import SamplingParams
+from hybridjax.serving.ngram_rows import NgramRows
+from hybridjax.serving.plan import DecodePlan, DecodeRow, PrefillPlan, PrefillRow
+from hybridjax.serving.request import Request
+from hybridjax.serving.runner import ModelRunner, enable_compilation_cache
+from hybridjax.serving.sizing import PoolSizes
+
+LAYERS = 48  # of the released model
+CONTEXT = 512  # tokens of each request when measuring begins
+LONGEST = 2048
+
+
+def stack(config: Qwen4ExpConfig, layers: int, base: int) -> Qwen4ExpConfig:
+    """The first ``layers`` layers, with n-gram heads of about ``base`` rows."""
+    kinds = tuple(INDEXED if i % 4 == 3 else LINEAR for i in range(layers))
+    return dataclasses.replace(
+        config,
+        num_hidden_layers=layers,
+        layer_types=kinds,
+        mtp_num_hidden_layers=0,
+        ngram_vocab_size_base=base,
+    )
+
+
+def base_rows(config: Qwen4ExpConfig, gib: float, itemsize: int) -> int:
+    """Rows per head of a table of about this size; the released number at most."""
+    return max(16, min(config.ngram_vocab_size_base, int(gib * 2**30 / itemsize / config.ple_embed_dim)))
+
+
+def build(config: Qwen4ExpConfig, placement: str, dtype: Any, known: dict) -> Any:
+    where = "device" if placement == "device" else "host"
+    return filled(lambda: Qwen4Exp(config, dtype=dtype, rngs=nnx.Rngs(0), ngram_table=where), 1, known)
+
+
+def make_runner(model: Qwen4Exp, rows: int, steps: int) -> ModelRunner:
+    sizes = PoolSizes(rows * LONGEST // 64 + 1, 64, rows + 1, rows, LONGEST, 0, 0)
+    engine = EngineConfig(
+        chunked_prefill_size=256, skip_server_warmup=True, num_continuous_decode_steps=steps
+    )
+    return ModelRunner(model, engine, sizes)
+
+
+def requests(rows: int, vocab: int, length: int) -> list[Request]:
+    made = []
+    for i in range(rows):
+        ids = np.random.default_rng(i).integers(4, min(vocab, 240000), length).astype(np.int32)
+        params = SamplingParams(temperature=0, max_tokens=LONGEST - length, ignore_eos=True)
+        one = Request(str(i), ids, params, LONGEST - length, 0)
+        one.slot, one.pages = i + 1, list(range(1 + i * LONGEST // 64, 1 + (i + 1) * LONGEST // 64))
+        made.append(one)
+    return made
+
+
+def decode(runner: ModelRunner, batch: list[Request], position: int, launches: int, steps: int) -> list:
+    """Tokens [launches * steps][rows] of steady decoding; at most two launches are under way."""
+    waiting: collections.deque[Any] = collections.deque()
+    tokens = []
+    for i in range(launches):
+        rows = tuple(DecodeRow(r, position + i * steps, steps) for r in batch)
+        waiting.append(runner.launch(DecodePlan(rows, steps)))
+        if len(waiting) > 1:
+            tokens += runner.read(waiting.popleft()).tokens.tolist()
+    while waiting:
+        tokens += runner.read(waiting.popleft()).tokens.tolist()
+    return tokens
+
+
+def check() -> bool:
+    """Whether all placements decode the same tokens: small shapes, float32, prompts included."""
+    config, known = stack(small_config(), 2, 1000), {}
+    found = {}
+    with tempfile.TemporaryDirectory() as directory:
+        for placement in ("device", "host", "mmap"):
+            model = build(config, placement, jnp.float32, known)
+            if placement == "device":
+                table = np.asarray(model.layers[1].ple.table.weight.value[...])
+            elif placement == "host":
+                model.host_tables = [HostTable([table], None, np.float32)]
+            else:
+                np.save(Path(directory) / "table.npy", table)
+                mapped = np.load(Path(directory) / "table.npy", mmap_mode="r")
+                model.host_tables = [HostTable(np.array_split(mapped, 8), None, np.float32)]
+            runner = make_runner(model, 2, 1)
+            batch = requests(2, config.vocab_size, 70)
+            rows = tuple(PrefillRow(r, 0, 70, True) for r in batch)
+            first = runner.read(runner.launch(PrefillPlan(rows))).tokens.tolist()
+            found[placement] = first + decode(runner, batch, 70, 24, 1)
+    different = {str(tokens) for tokens in found.values()}
+    distinct = len({token for step in found["device"] for token in step})
+    print(
+        f"tokens of the three placements are {'equal' if len(different) == 1 else found}, {distinct} distinct"
+    )
+    return len(different) == 1 and distinct > 4
+
+
+def fill(codes: np.ndarray) -> None:
+    """Random float8 codes, no NaN; one block again and again, by several threads."""
+    flat = codes.reshape(-1)
+    size = min(flat.size, 2**26 + 160)  # no power of two, so that repetitions do not share cache sets
+    block = np.random.default_rng(0).integers(0, 127, size, np.uint8)
+
+    def copy(start: int) -> None:
+        part = flat[start : start + size]
+        part[:] = block[: len(part)]
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        list(pool.map(copy, range(0, flat.size, size)))
+
+
+def written(path: Path, rows: int, width: int, seconds: float) -> int:
+    """Writes float8 rows to a file, as many as fit into the time; returns how many whole rows it has."""
+    size = min(rows * width, 2**26 + 160)
+    block = np.random.default_rng(0).integers(0, 127, size, np.uint8).tobytes()
+    done, start = 0, time.perf_counter()
+    with path.open("wb", buffering=0) as file:
+        while done < rows * width and time.perf_counter() - start < seconds:
+            done += file.write(block[: rows * width - done])
+        os.fsync(file.fileno())
+    took = time.perf_counter() - start
+    print(f"wrote {done / 2**30:.1f} GiB in {took:.1f} s, {done / took / 2**30:.2f} GiB/s", flush=True)
+    return done // width
+
+
+def drop_cache(path: Path) -> None:
+    """Asks the kernel to forget what it holds of a file."""
+    handle = os.open(path, os.O_RDONLY)
+    os.posix_fadvise(handle, 0, 0, os.POSIX_FADV_DONTNEED)
+    os.close(handle)
+
+
+def float8_table(codes: np.ndarray, shards: int) -> HostTable:
+    wide = codes.view(ml_dtypes.float8_e4m3fn)
+    return HostTable(np.array_split(wide, shards) if shards > 1 else [wide], 2e-4, ml_dtypes.bfloat16)
+
+
+class Parts:
+    """Seconds of the host's work in each step with the table on the host."""
+
+    def __init__(self, runner: ModelRunner, bucket: Any):
+        self.seconds = collections.defaultdict(list)
+        self._runner, self._bucket = runner, bucket
+        self._programs = runner._programs[bucket]
+        self._ngrams: Any = runner._ngrams
+        head, tail = self._programs
+        runner._programs[bucket] = self._timed("launch head", head), self._timed("launch tail", tail)
+        ngrams = self._ngrams
+        ngrams._resolve = self._timed("wait for tokens", ngrams._resolve)
+        ngrams.decode = self._timed("tokens to rows on the device, waiting included", ngrams.decode)
+
+    def _timed(self, name, call):
+        def run(*args):
+            start = time.perf_counter()
+            out = call(*args)
+            self.seconds[name].append(time.perf_counter() - start)
+            return out
+
+        return run
+
+    def finish(self) -> dict[str, float]:
+        """Puts everything back; median seconds by name."""
+        self._runner._programs[self._bucket] = self._programs
+        del self._ngrams._resolve, self._ngrams.decode
+        return {name: float(np.median(values)) for name, values in self.seconds.items()}
+
+
+def launch_seconds(arguments: int) -> float:
+    """Median seconds that launching a program with so many arrays takes the host."""
+    arrays = [jnp.zeros((8,), jnp.bfloat16) for _ in range(arguments)]
+    program = jax.jit(lambda xs: xs[0] + 1, keep_unused=True).lower(arrays).compile()
+    samples = []
+    for _ in range(100):
+        start = time.perf_counter()
+        out = program(arrays)
+        samples.append(time.perf_counter() - start)
+        out.block_until_ready()
+    return float(np.median(samples))
+
+
+def compile_all(runners: list[ModelRunner], rows: list[int]) -> None:
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+        jobs = []
+        for runner in runners:
+            wanted = {runner._bucket("decode", n, LONGEST // 64) for n in rows}
+            jobs += [pool.submit(runner._compile, bucket) for bucket in wanted]
+        for job in jobs:
+            job.result()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rows", default="1,8,64")
+    parser.add_argument("--layers", type=int, default=4, help="a multiple of 4; twice as many run too")
+    parser.add_argument("--device-gib", type=float, default=20.0, help="table in bfloat16")
+    parser.add_argument("--host-gib", type=float, default=48.0, help="table in float8; 48: the whole")
+    parser.add_argument("--mmap-gib", type=float, default=10.0, help="table in float8")
+    parser.add_argument(
+        "--directory", default=None, help="for the mapped file (default: for temporary files)"
+    )
+    parser.add_argument("--write-seconds", type=float, default=30.0, help="most time to write that file")
+    parser.add_argument("--launches", type=int, default=60)
+    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--cache", default="", help="compilation cache directory")
+    parser.add_argument("--smoke", action="store_true", help="small shapes, for any machine")
+    args = parser.parse_args()
+    enable_compilation_cache(args.cache)
+    if not check():
+        print("the check failed; no times are printed")
+        return 1
+    started = time.perf_counter()
+    full = small_config() if args.smoke else Qwen4ExpConfig()
+    if args.smoke:
+        args.rows, args.launches, args.repeats, args.layers = "2", 10, 2, 2
+        args.device_gib = args.host_gib = args.mmap_gib = 0.001
+    cpu = jax.default_backend() == "cpu"
+    dtype = jnp.float32 if cpu else jnp.bfloat16
+    rows = [int(n) for n in args.rows.split(",")]
+    bandwidth = copy_bandwidth(2**24 if cpu else 2**31)
+    print(f"{environment()}\ncopy {bandwidth / 1e12:.2f} TB/s", flush=True)
+
+    known: dict = {}
+    width = full.ple_embed_dim // ((full.ngram_size - 1) * full.heads_per_ngram)
+    stored = stack(full, args.layers, base_rows(full, args.device_gib, jnp.dtype(dtype).itemsize))
+    deeper = stack(full, 2 * args.layers, stored.ngram_vocab_size_base)
+    hosted = stack(full, args.layers, base_rows(full, args.host_gib, 1))
+    mapped = stack(full, args.layers, base_rows(full, args.mmap_gib, 1))
+    codes = np.empty((NgramHash.from_config(hosted, 0).rows, width), np.uint8)
+    fill(codes)
+    print(f"host table filled after {time.perf_counter() - started:.0f} s", flush=True)
+    host_table = float8_table(codes, 1)
+    model = build(hosted, "host", dtype, known)
+    model.host_tables = [host_table]
+    most = max(rows)
+    on_host = make_runner(model, most, 1)
+    on_device = make_runner(build(stored, "device", dtype, known), most, 4)
+    double = make_runner(build(deeper, "device", dtype, known), most, 4)
+    jax.block_until_ready(list(known.values()))
+    print(f"arrays made after {time.perf_counter() - started:.0f} s", flush=True)
+    compile_all([on_host, on_device, double], rows)
+    print(f"compiled after {time.perf_counter() - started:.0f} s", flush=True)
+
+    table_size = {
+        "device": NgramHash.from_config(stored, 0).rows * width * jnp.dtype(dtype).itemsize,
+        "host": codes.nbytes,
+    }
+    out: list[dict[str, Any]] = []
+    device_step: dict[tuple[int, int, int], float] = {}
+
+    def measure(placement: str, runner: ModelRunner, count: int, layers: int, steps: int) -> dict:
+        batch, position = requests(count, full.vocab_size, CONTEXT), CONTEXT
+        launches = max(2, args.launches // steps)
+        samples = []
+        for i in range(args.repeats + 1):
+            start = time.perf_counter()
+            decode(runner, batch, position, launches, steps)
+            if i:
+                samples.append((time.perf_counter() - start) / launches / steps)
+            position += launches * steps
+        took = spread(samples)
+        row = {
+            "placement": placement,
+            "rows": count,
+            "layers": layers,
+            "steps_per_launch": steps,
+            "seconds": took,
+            "table_bytes": table_size[placement.split(",")[0]],
+        }
+        text = ""
+        if placement == "device":
+            device_step[count, layers, steps] = took["median"]
+        else:
+            base = device_step[count, layers, 1]
+            whole = whole_step(count)
+            cost = took["median"] - base
+            row |= {
+                "cost_seconds": cost,
+                "share": cost / base,
+                "whole_step_seconds": whole,
+                "share_of_whole": cost / whole,
+                "share_of_whole_against_4_steps": (whole + cost) / whole_step(count, 4) - 1,
+            }
+            text = (
+                f"; costs {cost * 1e6:.0f} us, {cost / base:.1%} of this step, {cost / whole:.1%} of one of "
+                f"{LAYERS} layers ({whole * 1e3:.2f} ms), "
+                f"{row['share_of_whole_against_4_steps']:.1%} of one at 4 steps per launch"
+            )
+        out.append(row)
+        print(
+            f"{placement:22s} rows {count:3d} layers {layers:2d}, {steps} per launch: "
+            f"{took['median'] * 1e6:8.0f} us [{took['q1'] * 1e6:.0f}, {took['q3'] * 1e6:.0f}]{text}",
+            flush=True,
+        )
+        return row
+
+    def whole_step(count: int, steps: int = 1) -> float:
+        """The step of the released depth, by the difference that the stacks' layers make."""
+        long, short = (device_step[count, n * args.layers, steps] for n in (2, 1))
+        return long + (LAYERS / args.layers - 2) * (long - short)
+
+    for count in rows:
+        for steps in (1, 4):
+            measure("device", on_device, count, args.layers, steps)
+            measure("device", double, count, 2 * args.layers, steps)
+        row = measure("host", on_host, count, args.layers, 1)
+        bucket = on_host._bucket("decode", count, LONGEST // 64)
+        parts = Parts(on_host, bucket)
+        decode(on_host, requests(count, full.vocab_size, CONTEXT), CONTEXT, args.launches, 1)
+        row["parts"] = parts.finish()
+        hash = model.ngram_hashes[0]
+        windows = np.random.default_rng(1).integers(0, full.vocab_size, (100, count, full.ngram_size))
+        start = time.perf_counter()
+        found = [hash.window_rows_numpy(w) for w in windows]
+        middle = time.perf_counter()
+        for one in found:
+            host_table.gather(one)
+        row["parts"] |= {
+            "hash": (middle - start) / 100,
+            "gather": (time.perf_counter() - middle) / 100,
+        }
+        print(
+            "   ", ", ".join(f"{name} {took * 1e6:.0f} us" for name, took in row["parts"].items()), flush=True
+        )
+
+    arguments = {
+        layers: len(jax.tree.leaves(jax.eval_shape(lambda n=layers: _arrays(stack(full, n, 16), dtype))))
+        for layers in (args.layers, LAYERS)
+    }
+    launches = {layers: launch_seconds(count) for layers, count in arguments.items()}
+    print(
+        "launching as many arrays as a stack has: "
+        + ", ".join(f"{n} layers, {arguments[n]}: {s * 1e6:.0f} us" for n, s in launches.items())
+    )
+
+    with tempfile.TemporaryDirectory(dir=args.directory) as directory:
+        path = Path(directory) / "table"
+        count = written(path, NgramHash.from_config(mapped, 0).rows, width, args.write_seconds)
+        heads = (full.ngram_size - 1) * full.heads_per_ngram
+        base = min(mapped.ngram_vocab_size_base, math.floor(count / heads * 0.99))
+        config = dataclasses.replace(mapped, ngram_vocab_size_base=base)
+        hash = NgramHash.from_config(config, 0)
+        table_size["mmap"] = hash.rows * width
+        for state in ("cold", "cold, random", "warm"):
+            for n in rows:
+                if state != "warm":
+                    drop_cache(path)
+                view: Any = np.memmap(path, np.uint8, "r", shape=(hash.rows, width))
+                if state != "cold":
+                    view._mmap.madvise(mmap.MADV_RANDOM)
+                if state == "warm":
+                    view[:: max(1, 4096 // width)].max()
+                on_host._ngrams = NgramRows([hash], [float8_table(view, 128)], most + 1)
+                measure(f"mmap, {state}", on_host, n, args.layers, 1)
+                on_host._ngrams, view = None, None
+    print(f"{time.perf_counter() - started:.0f} s in all")
+    finish(
+        "ngram_placement",
+        out,
+        copy_bytes_per_second=bandwidth,
+        launch_seconds={str(n): s for n, s in launches.items()},
+        arguments={str(n): s for n, s in arguments.items()},
+    )
+    return 0
+
+
+def _arrays(config: Qwen4ExpConfig, dtype: Any):
+    """Parameters and state of a model, for counting."""
+    model = Qwen4Exp(config, dtype=dtype, rngs=nnx.Rngs(0), ngram_table="host")
+    return jax.tree.leaves(nnx.state(model, nnx.Param)), model.init_state(1, 1)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
