@@ -25,11 +25,42 @@ OPS: dict[str, "Op"] = {}
 _forced: contextvars.ContextVar[dict[str, str]] = contextvars.ContextVar("forced", default={})  # noqa: B039
 
 
+# An architecture to choose for in place of the machine's own, set by assume().
+_assumed: contextvars.ContextVar[str | None] = contextvars.ContextVar("assumed", default=None)
+
+
+def architecture() -> str:
+    """What a program traced now will run on: 'sm_90' and the like for NVIDIA GPUs, else the platform."""
+    if (assumed := _assumed.get()) is not None:
+        return assumed
+    device = jax.config.jax_default_device or jax.devices()[0]  # pyright: ignore[reportAttributeAccessIssue]
+    capability = getattr(device, "compute_capability", None)
+    return "sm_" + str(capability).replace(".", "") if capability and platform() == "gpu" else platform()
+
+
+@contextlib.contextmanager
+def assume(architecture: str) -> Iterator[None]:
+    """Choices as on another machine: 'cpu', 'tpu', 'sm_90', ...; nothing that is computed changes."""
+    token = _assumed.set(architecture)
+    try:
+        yield
+    finally:
+        _assumed.reset(token)
+
+
 def platform() -> str:
     """The platform that a program traced now will run on: 'cpu', 'gpu' or 'tpu'."""
+    if (assumed := _assumed.get()) is not None:
+        return "gpu" if assumed.startswith("sm_") else assumed
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     name = getattr(device, "platform", device) or jax.default_backend()
     return "gpu" if name in ("cuda", "rocm") else name
+
+
+def _described(args: tuple, kwargs: dict[str, Any]) -> str:
+    """Dtypes and shapes of the arrays among an op's arguments."""
+    arrays = (x for x in (*args, *kwargs.values()) if hasattr(x, "shape") and hasattr(x, "dtype"))
+    return ", ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,7 +134,8 @@ class Op:
                 )
             if item.supports is not None and not item.supports(*args, **kwargs):
                 raise NotImplementedError(
-                    f"{self.name}: implementation {name!r} does not support these arguments"
+                    f"{self.name}: implementation {name!r} does not support these arguments on "
+                    f"{architecture()}: {_described(args, kwargs)}"
                 )
         return name
 

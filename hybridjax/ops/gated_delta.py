@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 
 from hybridjax.batch import TILE
-from hybridjax.ops.dispatch import Op, tiles_at_once
+from hybridjax.ops.dispatch import Op, architecture, tiles_at_once
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 _NORM_EPS = 1e-6
@@ -310,8 +310,22 @@ def _gated_delta_prefill_chunked(
     return jnp.swapaxes(out, 1, 2).reshape(positions.shape[0], *v.shape[1:]), pool
 
 
+def _decode_kernel_fits(q, k, v, g, beta, pool, *rest) -> bool:
+    """What the GPU kernel holds: heads of 128 in float32. It was verified on Hopper only."""
+    heads = q.shape[-1] == v.shape[-1] == 128 and q.dtype == k.dtype == v.dtype
+    floats = q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32) and g.dtype == beta.dtype == jnp.float32
+    return architecture() == "sm_90" and heads and floats and pool.dtype == jnp.float32
+
+
 gated_delta_whole = Op("gated_delta_whole", _gated_delta_whole)
 gated_delta_whole.register("xla", _gated_delta_whole_chunked)
 gated_delta_prefill = Op("gated_delta_prefill", _gated_delta_prefill)
 gated_delta_prefill.register("xla", _gated_delta_prefill_chunked)
 gated_delta_decode = Op("gated_delta_decode", _gated_delta_decode)
+
+gated_delta_decode.register(
+    "mosaic_gpu",
+    "hybridjax.pallas_kernels.gated_delta.decode:decode",
+    platforms=("gpu",),
+    supports=_decode_kernel_fits,
+)

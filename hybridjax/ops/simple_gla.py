@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from hybridjax.batch import TILE
-from hybridjax.ops.dispatch import Op
+from hybridjax.ops.dispatch import Op, architecture
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -260,8 +260,36 @@ def _simple_gla_prefill_chunked(
     return out.reshape(tiles * TILE, *out.shape[2:]), pool
 
 
+def _kernel_states(q, k, v, slopes, pool) -> bool:
+    """What the GPU kernels hold: heads of 128 in float32. They were verified on Hopper only."""
+    heads = q.shape[-1] == v.shape[-1] == 128 and q.dtype == k.dtype == v.dtype
+    return architecture() == "sm_90" and heads and pool.dtype == jnp.float32
+
+
+def _decode_kernel_fits(q, k, v, slopes, pool, *rest, **options) -> bool:
+    return _kernel_states(q, k, v, slopes, pool) and q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def _prefill_kernel_fits(q, k, v, slopes, pool, *rest, **options) -> bool:
+    return _kernel_states(q, k, v, slopes, pool) and q.dtype in (jnp.bfloat16, jnp.float16)
+
+
 simple_gla_whole = Op("simple_gla_whole", _simple_gla_whole)
 simple_gla_whole.register("xla", _simple_gla_whole_chunked)
 simple_gla_prefill = Op("simple_gla_prefill", _simple_gla_prefill)
 simple_gla_prefill.register("xla", _simple_gla_prefill_chunked)
 simple_gla_decode = Op("simple_gla_decode", _simple_gla_decode)
+
+simple_gla_decode.register(
+    "mosaic_gpu",
+    "hybridjax.pallas_kernels.simple_gla.decode:decode",
+    platforms=("gpu",),
+    supports=_decode_kernel_fits,
+)
+simple_gla_prefill.register(
+    "mosaic_gpu",
+    "hybridjax.pallas_kernels.simple_gla.hopper:prefill",
+    platforms=("gpu",),
+    supports=_prefill_kernel_fits,
+    first=True,
+)

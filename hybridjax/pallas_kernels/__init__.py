@@ -1,1 +1,1 @@
-"""GPU implementations of ops, one folder per op. None yet: ops run on their XLA paths everywhere."""
+"""GPU implementations of ops, one folder per op; ``python -m hybridjax.pallas_kernels`` lists them."""

@@ -1,0 +1,256 @@
+"""Times of the recurrent GPU kernels at the released shapes, beside the XLA path and the peers' figures.
+
+    python -m benchmarks.kernels [--ops simple_gla_decode,...] [--sizes 1,8,64,256] [--tune]
+
+Each implementation is first compared with a float64 recurrence; a wrong one is not timed. A time is that of
+one call among many in one program, which XLA replays as a CUDA graph: gaps between kernels count, launches
+from the host do not. The pool is donated from call to call. Peers: the figures of PEERS, taken on another
+day on such a GPU the same way, unless flash-linear-attention can be imported here. Limit: the bytes of a
+call over the copy bandwidth measured in this run.
+"""
+
+import argparse
+import dataclasses
+import functools
+import statistics
+import sys
+import time
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic.gpu import profiler
+
+from benchmarks.common import copy_bandwidth, environment, finish
+from hybridjax.batch import TILE
+from hybridjax.ops.dispatch import OPS
+from hybridjax.ops.simple_gla import decay_slopes
+
+SIZE, HEADS, KEY_HEADS, VALUE_HEADS = 128, 32, 16, 48
+SCALE = SIZE**-0.5
+
+# Microseconds of the fastest peer on one H200: flash-linear-attention 0.6.0 (FlashInfer 0.7.2 CuTe second).
+PEERS = {
+    "simple_gla_decode": {1: (6.5,), 8: (13.0,), 64: (82.2,), 256: (302.8,)},
+    "gated_delta_decode": {1: (4.2,), 8: (20.9,), 64: (139.5,), 256: (546.4,)},
+    "simple_gla_prefill": {2048: (58.5,), 8192: (203.8,), 32768: (773.5,)},
+    "gated_delta_prefill": {2048: (201.0, 97.6), 8192: (688.0, 363.2), 32768: (2766.0, 1292.0)},
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Operands of one call; ``pool``: the index of the pool among them; ``moved``: the bytes it must move."""
+
+    operands: tuple[jax.Array, ...]
+    options: dict
+    pool: int
+    moved: int
+
+
+def _draw(key: int, shapes: list[tuple[int, ...]], dtype) -> list[jax.Array]:
+    keys = jax.random.split(jax.random.key(key), len(shapes))
+    return [jax.random.normal(k, shape, dtype) for k, shape in zip(keys, shapes)]
+
+
+def _gates(key: int, rows: int) -> list[jax.Array]:
+    one, two = jax.random.split(jax.random.key(key + 100))
+    shape = (rows, VALUE_HEADS)
+    return [-jax.random.uniform(one, shape), jax.random.uniform(two, shape)]
+
+
+def _decode_rows(rows: int, key: int) -> tuple[jax.Array, jax.Array]:
+    """Slots in random order and positions; with more than 4 rows one starts afresh and one is padding."""
+    slot = 1 + jax.random.permutation(jax.random.key(key), rows).astype(jnp.int32)
+    return slot, jnp.full((rows,), 7, jnp.int32)
+
+
+def simple_gla_decode(rows: int, key: int = 0) -> Case:
+    q, k, v = _draw(key, [(rows, HEADS, SIZE)] * 3, jnp.bfloat16)
+    (pool,) = _draw(key + 1, [(rows + 2, HEADS, SIZE, SIZE)], jnp.float32)
+    slopes = jnp.asarray(decay_slopes(HEADS))
+    operands = (q, k, v, slopes, pool, *_decode_rows(rows, key))
+    moved = rows * HEADS * (2 * SIZE * SIZE * 4 + SIZE * (3 * 2 + 4))
+    return Case(operands, {"scale": SCALE}, 4, moved)
+
+
+def gated_delta_decode(rows: int, key: int = 0) -> Case:
+    q, k = _draw(key, [(rows, KEY_HEADS, SIZE)] * 2, jnp.bfloat16)
+    (v,) = _draw(key + 2, [(rows, VALUE_HEADS, SIZE)], jnp.bfloat16)
+    (pool,) = _draw(key + 1, [(rows + 2, VALUE_HEADS, SIZE, SIZE)], jnp.float32)
+    operands = (q, k, v, *_gates(key, rows), pool, *_decode_rows(rows, key))
+    moved = rows * (VALUE_HEADS * (2 * SIZE * SIZE * 4 + SIZE * (2 + 4) + 8) + 2 * KEY_HEADS * SIZE * 2)
+    return Case(operands, {}, 5, moved)
+
+
+def _prefill_rows(tokens: int) -> tuple[jax.Array, jax.Array, jax.Array]:
+    tiles = jnp.zeros((tokens // TILE,), jnp.int32)
+    return jnp.ones((1,), jnp.int32), tiles, jnp.arange(tokens, dtype=jnp.int32)
+
+
+def simple_gla_prefill(tokens: int, key: int = 0) -> Case:
+    q, k, v = _draw(key, [(tokens, HEADS, SIZE)] * 3, jnp.bfloat16)
+    (pool,) = _draw(key + 1, [(3, HEADS, SIZE, SIZE)], jnp.float32)
+    operands = (q, k, v, jnp.asarray(decay_slopes(HEADS)), pool, *_prefill_rows(tokens))
+    return Case(operands, {"scale": SCALE}, 4, tokens * HEADS * SIZE * (3 * 2 + 4))
+
+
+def gated_delta_prefill(tokens: int, key: int = 0) -> Case:
+    q, k = _draw(key, [(tokens, KEY_HEADS, SIZE)] * 2, jnp.bfloat16)
+    (v,) = _draw(key + 2, [(tokens, VALUE_HEADS, SIZE)], jnp.bfloat16)
+    (pool,) = _draw(key + 1, [(3, VALUE_HEADS, SIZE, SIZE)], jnp.float32)
+    operands = (q, k, v, *_gates(key, tokens), pool, *_prefill_rows(tokens))
+    moved = tokens * (VALUE_HEADS * (SIZE * (2 + 4) + 8) + 2 * KEY_HEADS * SIZE * 2)
+    return Case(operands, {}, 5, moved)
+
+
+CASES = {
+    f.__name__: f for f in (simple_gla_decode, gated_delta_decode, simple_gla_prefill, gated_delta_prefill)
+}
+
+
+def recurrence(name: str, case: Case) -> tuple[np.ndarray, np.ndarray]:
+    """float64 outputs of all rows and the state of the last row's sequence, token by token."""
+    values = [np.asarray(x.astype(jnp.float32), np.float64) for x in case.operands]
+    simple = name.startswith("simple_gla")
+    pool, slot = values[case.pool], values[case.pool + 1].astype(int)
+    positions = values[-1].astype(int)
+    q, k, v = values[:3]
+    if simple:
+        decay = np.broadcast_to(np.exp(-values[3]), q.shape[:2])
+        q = q * case.options["scale"]
+    else:
+        decay, beta = np.exp(values[3]), values[4]
+        q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
+        q, k = (np.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q * SIZE**-0.5, k))
+    pool, out = pool.copy(), []
+    for row, position in enumerate(positions):
+        own = slot[row if name.endswith("decode") else 0]
+        state = decay[row][:, None, None] * (0.0 if position == 0 else pool[own])
+        target = v[row] if simple else beta[row][:, None] * (v[row] - np.einsum("hk,hkv->hv", k[row], state))
+        pool[own] = state + k[row][:, :, None] * target[:, None, :]
+        out.append(np.einsum("hk,hkv->hv", q[row], pool[own]))
+    return np.array(out), pool
+
+
+def error(name: str, function: Callable, size: int) -> float:
+    """Largest relative error of the outputs of a row and head, and of a head's state."""
+    case = CASES[name](size, key=5)
+    want, got, again = (
+        (out, pool[1:])  # slot 0 is scratch
+        for out, pool in (recurrence(name, case), *(jax.jit(function)(*case.operands) for _ in range(2)))
+    )
+    assert all(bool((a == b).all()) for a, b in zip(got, again)), "two runs differ"
+    distance = [np.linalg.norm(np.asarray(g) - w, axis=-1) for g, w in zip(got, want)]
+    scale = [np.linalg.norm(w, axis=-1).mean(axis=-1, keepdims=True) for w in want]
+    return float(max((d / s).max() for d, s in zip(distance, scale)))
+
+
+def microseconds(function: Callable, case: Case, repeats: int) -> tuple[float, float]:
+    """Median time of one call inside programs of many, and the time that its kernels run; see the module."""
+    calls = max(8, min(200, int(6e9 / case.moved)))
+
+    @functools.partial(jax.jit, donate_argnums=case.pool)
+    def many(*operands):
+        out = None
+        for _ in range(calls):
+            out, pool = function(*operands)
+            operands = (*operands[: case.pool], pool, *operands[case.pool + 1 :])
+        return out, operands[case.pool]
+
+    operands = list(case.operands)
+    operands[case.pool] = operands[case.pool] + 0
+    samples, queued = [], 4
+    for sample in range(repeats + 2):
+        start = time.perf_counter()
+        for _ in range(queued):
+            out, operands[case.pool] = many(*operands)
+        jax.block_until_ready(out)
+        if sample > 1:
+            samples.append((time.perf_counter() - start) / queued / calls)
+    if jax.default_backend() == "cpu":
+        return 1e6 * statistics.median(samples), float("nan")
+    _, kernels = profiler.measure(jax.jit(many.__wrapped__), aggregate=False)(*operands)
+    # Without donation the program begins with a copy of the pool.
+    running = sum(ms for i, (name, ms) in enumerate(kernels) if i > 0 or "copy" not in name.lower())
+    return 1e6 * statistics.median(samples), 1e3 * running / calls
+
+
+def candidates(name: str, tune: bool) -> dict[str, Callable]:
+    """Implementations of an op by name; with ``tune`` also variants of its kernel."""
+    found = {item: functools.partial(OPS[name], implementation=item) for item in OPS[name].names}
+    if not name.endswith("decode"):
+        del found["reference"]  # a token at a time
+    if tune:
+        from hybridjax.pallas_kernels import catalog
+
+        kernel = catalog.by_name(name)
+        for options in kernel.variants:
+            label = ",".join(f"{key}={value}" for key, value in options.items())
+            found[f"kernel[{label}]"] = functools.partial(kernel.function(), **options)
+    return found
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--ops", default=",".join(CASES))
+    parser.add_argument("--sizes", default="", help="rows or tokens; default: those of the peers")
+    parser.add_argument("--implementations", default="")
+    parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument("--tune", action="store_true")
+    options = parser.parse_args()
+
+    bandwidth = copy_bandwidth(2**31 if jax.default_backend() != "cpu" else 2**26)
+    print(f"{environment()}\ncopy {bandwidth / 1e12:.2f} TB/s", flush=True)
+    wanted = [name for name in options.implementations.split(",") if name]
+    rows = []
+    for name in options.ops.split(","):
+        for label, function in candidates(name, options.tune).items():
+            if wanted and not any(label.startswith(w) for w in wanted):
+                continue
+            rows += measure(name, label, function, options, bandwidth)
+    finish("kernels", rows, copy_bytes_per_second=bandwidth)
+    return 0
+
+
+def measure(name: str, label: str, function: Callable, options, bandwidth: float) -> list[dict]:
+    """Checks one implementation of one op, then times it at each size."""
+    rows = []
+    try:
+        make = CASES[name]
+        check = 7 if name.endswith("decode") else 5 * TILE
+        wrong = error(name, functools.partial(function, **make(check).options), check)
+        print(f"{name} {label}: largest relative error {wrong:.1e}", flush=True)
+        if not wrong < 0.02:
+            return []
+        for size in [int(s) for s in options.sizes.split(",") if s] or PEERS[name]:
+            case = make(size)
+            took, running = microseconds(functools.partial(function, **case.options), case, options.repeats)
+            limit = case.moved / bandwidth * 1e6
+            peers = PEERS[name].get(size, ())
+            beside = ", ".join(f"{took / peer:.2f} x {peer} us" for peer in peers)
+            print(
+                f"{name:20s} {size:6d} {label:28s} {took:9.1f} us ({running:.1f} in kernels), "
+                f"{case.moved / took / 1e3:6.0f} GB/s, limit {limit:7.1f} us ({limit / took:4.0%}), "
+                f"peers: {beside}",
+                flush=True,
+            )
+            rows.append(
+                {
+                    "op": name,
+                    "size": size,
+                    "implementation": label,
+                    "us": took,
+                    "kernel_us": running,
+                    "limit_us": limit,
+                    "peers_us": peers,
+                }
+            )
+    except (NotImplementedError, ValueError, AssertionError, jax.errors.JaxRuntimeError) as failure:
+        print(f"{name} {label}: {type(failure).__name__}: {str(failure)[:400]}", flush=True)
+    return rows
+
+
+if __name__ == "__main__":
+    sys.exit(main())

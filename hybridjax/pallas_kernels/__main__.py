@@ -1,0 +1,6 @@
+"""Prints which implementation of each op with a GPU kernel runs on which GPU."""
+
+import hybridjax.ops  # noqa: F401 - registers the ops
+from hybridjax.pallas_kernels.selection import table
+
+print(table())

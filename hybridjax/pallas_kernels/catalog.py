@@ -1,0 +1,110 @@
+"""The recurrent kernels: where they are, on which GPUs they ran, and operands to compile them for."""
+
+import dataclasses
+import importlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from hybridjax.pallas_kernels.state_update import Tuning
+
+SIZE, HEADS, KEY_HEADS, VALUE_HEADS = 128, 32, 16, 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Kernel:
+    """A kernel of one op.
+
+    Attributes:
+      op: the op it implements.
+      target: "module:function", its entry, jitted by itself so that equal calls compile once.
+      ran: architectures on which it was compared with the definition and timed.
+      compiles: architectures that it is compiled for in tests, without a GPU.
+      operands: by name, at a shape of a released model; ``options`` are static.
+      variants: static options to try when tuning.
+    """
+
+    op: str
+    target: str
+    ran: tuple[str, ...]
+    compiles: tuple[str, ...]
+    operands: dict[str, jax.ShapeDtypeStruct]
+    options: dict[str, Any]
+    variants: tuple[dict[str, Any], ...] = ()
+
+    def function(self) -> Callable[..., Any]:
+        module, _, name = self.target.partition(":")
+        return getattr(importlib.import_module(module), name)
+
+
+def _of(dtype, *shape: int) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, dtype)
+
+
+_ROWS, _SLOTS = 8, 20
+_DECODE = {"slot": _of(jnp.int32, _ROWS), "positions": _of(jnp.int32, _ROWS)}
+
+_TOKENS = 2048
+_TUNINGS = tuple({"tuning": Tuning(*numbers)} for numbers in ((32, 1, 10**6), (64, 1, 10**6), (32, 3, 4)))
+
+KERNELS = (
+    Kernel(
+        op="simple_gla_decode",
+        target="hybridjax.pallas_kernels.simple_gla.decode:decode",
+        ran=("sm_90",),
+        compiles=("sm_90a", "sm_100a", "sm_120a"),
+        operands={
+            **{name: _of(jnp.bfloat16, _ROWS, HEADS, SIZE) for name in "qkv"},
+            "slopes": _of(jnp.float32, HEADS),
+            "pool": _of(jnp.float32, _SLOTS, HEADS, SIZE, SIZE),
+            **_DECODE,
+        },
+        options={"scale": SIZE**-0.5},
+        variants=_TUNINGS,
+    ),
+    Kernel(
+        op="gated_delta_decode",
+        target="hybridjax.pallas_kernels.gated_delta.decode:decode",
+        ran=("sm_90",),
+        compiles=("sm_90a", "sm_100a", "sm_120a"),
+        operands={
+            **{name: _of(jnp.bfloat16, _ROWS, KEY_HEADS, SIZE) for name in "qk"},
+            "v": _of(jnp.bfloat16, _ROWS, VALUE_HEADS, SIZE),
+            "g": _of(jnp.float32, _ROWS, VALUE_HEADS),
+            "beta": _of(jnp.float32, _ROWS, VALUE_HEADS),
+            "pool": _of(jnp.float32, _SLOTS, VALUE_HEADS, SIZE, SIZE),
+            **_DECODE,
+        },
+        options={},
+        variants=_TUNINGS,
+    ),
+    Kernel(
+        op="simple_gla_prefill",
+        target="hybridjax.pallas_kernels.simple_gla.hopper:prefill",
+        ran=("sm_90",),
+        compiles=("sm_90a",),
+        operands={
+            **{name: _of(jnp.bfloat16, _TOKENS, HEADS, SIZE) for name in "qkv"},
+            "slopes": _of(jnp.float32, HEADS),
+            "pool": _of(jnp.float32, _SLOTS, HEADS, SIZE, SIZE),
+            "slot": _of(jnp.int32, 2),
+            "tile_sequence": _of(jnp.int32, _TOKENS // 64),
+            "positions": _of(jnp.int32, _TOKENS),
+        },
+        options={"scale": SIZE**-0.5},
+        variants=tuple(
+            {"columns": columns, "stages": stages} for columns, stages in ((32, 2), (32, 3), (32, 4), (64, 3))
+        ),
+    ),
+)
+
+
+def by_name(op: str) -> Kernel:
+    """The kernel of an op.
+
+    Raises:
+      KeyError: the op has none.
+    """
+    return {kernel.op: kernel for kernel in KERNELS}[op]

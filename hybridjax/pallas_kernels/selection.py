@@ -1,0 +1,43 @@
+"""Which implementation of an op runs where: the choice that the ops make, as a function of its arguments."""
+
+from typing import Any
+
+from hybridjax.ops.dispatch import OPS, assume
+from hybridjax.pallas_kernels.catalog import KERNELS
+
+ARCHITECTURES = ("cpu", "tpu", "sm_80", "sm_90", "sm_100", "sm_120")
+
+
+def select(op: str, architecture: str, *args: Any, override: str | None = None, **kwargs: Any) -> str:
+    """The name of the implementation of an op for arguments (arrays or shapes with dtypes).
+
+    Args:
+      op: name of an op with kernels.
+      architecture: 'cpu', 'tpu', or 'sm_' and the compute capability of a GPU.
+      override: an implementation to insist on.
+
+    Raises:
+      ConfigError: no such implementation; NotImplementedError: it does not support these arguments there.
+    """
+    with assume(architecture):
+        return OPS[op].select(*args, implementation=override, **kwargs)
+
+
+def table() -> str:
+    """The choices at the released shapes: a line per op, a column per architecture.
+
+    A star marks a kernel that compiles for an architecture but never ran on one: it is not chosen there.
+    """
+    lines: list[tuple[str, ...]] = [("op", *ARCHITECTURES)]
+    for kernel in KERNELS:
+        row = [kernel.op]
+        for architecture in ARCHITECTURES:
+            chosen = select(kernel.op, architecture, *kernel.operands.values(), **kernel.options)
+            compiled = architecture + "a" in kernel.compiles and architecture not in kernel.ran
+            row.append(chosen + "*" * compiled)
+        lines.append(tuple(row))
+    widths = [max(map(len, column)) for column in zip(*lines)]
+    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
+    return "\n".join(
+        [*text, "", "*: a kernel compiles for this GPU but has not run on one, so it is not used."]
+    )

@@ -1,0 +1,46 @@
+"""Which tiles of a ragged batch belong together, as the chunked prefill kernels read it from memory."""
+
+import jax
+import jax.numpy as jnp
+
+from hybridjax.batch import TILE
+
+
+def describe(
+    slot: jax.Array,
+    tile_sequence: jax.Array,
+    positions: jax.Array,
+    initial_slot: jax.Array | None,
+    snapshot_slot: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """A batch of prompt chunks; arguments as those of the prefill ops.
+
+    A sequence's tiles stand side by side, those without tokens behind the others.
+
+    Returns:
+      int32[5, B]: first tile of each sequence, its tiles, those of them with tokens, the slot that its
+      state comes from (-1: none, a zero state) and the slot that it goes to (0: nowhere); and int32[3, T]:
+      first row of each tile that holds a token, the row behind the last, its snapshot slot (0: none).
+    """
+    tiles = positions.reshape(-1, TILE)
+    held = tiles >= 0
+    count = jnp.sum(held, axis=1, dtype=jnp.int32)
+    low = jnp.argmax(held, axis=1).astype(jnp.int32)
+    index = jnp.arange(tiles.shape[0], dtype=jnp.int32)
+    mine = tile_sequence[None, :] == jnp.arange(slot.shape[0], dtype=jnp.int32)[:, None]
+    live = mine & (count > 0)[None, :]
+    first = jnp.min(jnp.where(mine, index[None, :], tiles.shape[0]), axis=1)
+    fresh = jnp.any(mine & jnp.any(tiles == 0, axis=1)[None, :], axis=1)
+    alive = jnp.any(live, axis=1)
+    source = jnp.where(fresh | ~alive, -1, slot if initial_slot is None else initial_slot)
+    sequences = jnp.stack(
+        [
+            first,
+            jnp.sum(mine, axis=1, dtype=jnp.int32),
+            jnp.sum(live, axis=1, dtype=jnp.int32),
+            source,
+            jnp.where(alive, slot, 0),
+        ]
+    )
+    snapshot = jnp.zeros_like(index) if snapshot_slot is None else snapshot_slot
+    return sequences, jnp.stack([low, low + count, jnp.where(held[:, -1], snapshot, 0)])

@@ -1,0 +1,221 @@
+"""The recurrent GPU kernels against float64 recurrences: interpreted on a CPU, compiled on a GPU."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from hybridjax.batch import TILE
+from hybridjax.pallas_kernels import gated_delta, simple_gla
+from hybridjax.pallas_kernels.state_update import Tuning
+
+HEADS, SIZE, SCALE = 2, 128, 0.09
+SLOPES = np.array([0.7, 0.01], np.float32)
+ON_GPU = jax.default_backend() == "gpu"
+# A step that goes through several pieces per program, more of them than are in flight.
+SMALL = Tuning(columns=64, stages=2, resident=1)
+
+
+def interpreted(function):
+    """The kernel as it runs here; races are reported as errors."""
+    if ON_GPU:
+        return function
+    return functools.partial(function, interpret=plgpu.InterpretGPUParams(detect_races=True))
+
+
+@pytest.fixture(autouse=True)
+def no_races():
+    yield
+    if not ON_GPU:
+        from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
+
+        races = gpu_callbacks.get_races()
+        gpu_callbacks.reset_gpu_interpret_mode_state()
+        assert not races.races_found
+
+
+@pytest.fixture
+def one_multiprocessor(monkeypatch):
+    """Each program of a decode kernel then owns several pieces."""
+    for module in (simple_gla.decode, gated_delta.decode):
+        monkeypatch.setattr(module, "multiprocessors", lambda: 1)
+
+
+def normal(seed, *shape, dtype=jnp.bfloat16):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+def exact(*arrays):
+    return [np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64) for x in arrays]
+
+
+def close(got, want, tolerance):
+    """Every vector along the last axis is within ``tolerance`` of the largest of its kind."""
+    got, want = np.asarray(got, np.float64), np.asarray(want, np.float64)
+    distance = np.linalg.norm(got - want, axis=-1)
+    assert distance.max() <= tolerance * np.linalg.norm(want, axis=-1).max()
+
+
+def simple_gla_token(state, q, k, v):
+    state = np.exp(-SLOPES.astype(np.float64))[:, None, None] * state + k[:, :, None] * v[:, None, :]
+    return state, SCALE * np.einsum("hk,hkv->hv", q, state)
+
+
+def gated_delta_token(state, q, k, v, g, beta):
+    q, k = (np.repeat(x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6), 3, axis=0) for x in (q, k))
+    state = np.exp(g)[:, None, None] * state
+    delta = beta[:, None] * (v - np.einsum("hk,hkv->hv", k, state))
+    state = state + k[:, :, None] * delta[:, None, :]
+    return state, SIZE**-0.5 * np.einsum("hk,hkv->hv", q, state)
+
+
+def simple_gla_rows(seed, rows):
+    return [normal(seed + i, rows, HEADS, SIZE) for i in range(3)]
+
+
+def gated_delta_rows(seed, rows):
+    q, k = (normal(seed + i, rows, 1, SIZE) for i in range(2))
+    rng = np.random.default_rng(seed)
+    gates = (-3 * rng.random((rows, 3)), rng.random((rows, 3)))
+    return [q, k, normal(seed + 2, rows, 3, SIZE), *(jnp.asarray(x, jnp.float32) for x in gates)]
+
+
+def run_simple_gla(rows, pool, slot, positions):
+    return interpreted(simple_gla.decode.decode)(
+        *rows, jnp.asarray(SLOPES), pool, slot, positions, scale=SCALE, tuning=SMALL
+    )
+
+
+def run_gated_delta(rows, pool, slot, positions):
+    return interpreted(gated_delta.decode.decode)(*rows, pool, slot, positions, tuning=SMALL)
+
+
+DECODE = {
+    "simple_gla": (run_simple_gla, simple_gla_rows, simple_gla_token, HEADS),
+    "gated_delta": (run_gated_delta, gated_delta_rows, gated_delta_token, 3),
+}
+
+
+@pytest.mark.parametrize("op", DECODE)
+def test_one_token_in_place_touches_only_its_slots(op, one_multiprocessor):
+    run, make, token, heads = DECODE[op]
+    slot = jnp.array([4, 0, 6, 0, 2], jnp.int32)
+    positions = jnp.array([0, -1, 9, -1, 1], jnp.int32)  # the first starts afresh, two are padding
+    rows = [jnp.where((positions < 0).reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x) for x in make(3, 5)]
+    pool = normal(9, 8, heads, SIZE, SIZE, dtype=jnp.float32).at[jnp.array([0, 1, 4, 7])].set(jnp.nan)
+    out, after = run(rows, pool, slot, positions)
+    values = exact(*rows)
+    for row, (own, position) in enumerate(zip([4, 0, 6, 0, 2], [0, -1, 9, -1, 1])):
+        if position < 0:
+            np.testing.assert_array_equal(out[row], np.zeros_like(out[row]))
+            continue
+        before = np.zeros((heads, SIZE, SIZE)) if position == 0 else exact(pool[own])[0]
+        state, want = token(before, *(x[row] for x in values))
+        close(out[row], want, 1e-6)
+        close(after[own], state, 1e-6)
+    others = np.array([0, 1, 3, 5, 7])
+    np.testing.assert_array_equal(after[others], pool[others])
+
+
+@pytest.mark.parametrize("op", DECODE)
+def test_a_row_does_not_depend_on_its_neighbours_or_the_tuning(op):
+    run, make, _, heads = DECODE[op]
+    rows = make(5, 3)
+    pool = normal(1, 4, heads, SIZE, SIZE, dtype=jnp.float32)
+    slot, positions = jnp.array([2, 3, 1], jnp.int32), jnp.array([5, 6, 7], jnp.int32)
+    out, after = run(rows, pool, slot, positions)
+    alone, pool_alone = run([x[1:2] for x in rows], pool, slot[1:2], positions[1:2])
+    np.testing.assert_array_equal(alone[0], out[1])
+    np.testing.assert_array_equal(pool_alone[3], after[3])
+
+
+def ragged(chunks, tiles):
+    """Rows of (start, end) chunks in tiles: tile_sequence, positions, row numbers of each chunk."""
+    positions = np.full(tiles * TILE, -1, np.int32)
+    tile_sequence = np.full(tiles, len(chunks), np.int32)
+    rows, tile = [], 0
+    for i, (start, end) in enumerate(chunks):
+        base = (tile - start // TILE) * TILE
+        positions[base + start : base + end] = np.arange(start, end)
+        rows.append(np.arange(base + start, base + end))
+        last = tile + -(-end // TILE) - start // TILE
+        tile_sequence[tile:last] = i
+        tile = last
+    return jnp.asarray(tile_sequence), jnp.asarray(positions), rows
+
+
+def run_prefill(rows, pool, slot, tile_sequence, positions, **options):
+    return interpreted(simple_gla.hopper.prefill)(
+        *rows, jnp.asarray(SLOPES), pool, slot, tile_sequence, positions, scale=SCALE, **options
+    )
+
+
+def test_ragged_prefill_reads_slots_and_leaves_snapshots():
+    chunks = [(128, 200), (0, 130), (10, 20)]
+    tile_sequence, positions, where = ragged(chunks, tiles=7)  # the last one is empty
+    padding = (positions < 0)[:, None, None]
+    rows = [jnp.where(padding, jnp.nan, x) for x in simple_gla_rows(2, 7 * TILE)]
+    pool = normal(4, 10, HEADS, SIZE, SIZE, dtype=jnp.float32).at[jnp.array([0, 1, 2, 8])].set(jnp.nan)
+    out, after = run_prefill(
+        rows,
+        pool,
+        jnp.array([1, 2, 7, 0], jnp.int32),
+        tile_sequence,
+        positions,
+        initial_slot=jnp.array([4, 2, 7, 0], jnp.int32),
+        snapshot_slot=jnp.array([5, 0, 6, 0, 0, 0, 0], jnp.int32),
+        stages=2,
+    )
+    q, k, v = exact(*rows)
+    for (start, _), own, source, snapshot, row in zip(chunks, (1, 2, 7), (4, None, 7), (5, 6, None), where):
+        state = np.zeros((HEADS, SIZE, SIZE)) if start == 0 else exact(pool[source])[0]
+        want = []
+        for i, n in enumerate(row):
+            state, o = simple_gla_token(state, q[n], k[n], v[n])
+            want.append(o)
+            if i == TILE - 1 and snapshot:
+                close(after[snapshot], state, 5e-3)
+        close(out[row], want, 5e-3)
+        close(after[own], state, 5e-3)
+    np.testing.assert_array_equal(out[padding[:, 0, 0]], np.zeros_like(out[padding[:, 0, 0]]))
+    others = np.array([0, 3, 4, 8, 9])
+    np.testing.assert_array_equal(after[others], pool[others])
+
+
+def test_cutting_a_prompt_on_the_grid_changes_no_bit():
+    rows = simple_gla_rows(8, 3 * TILE)
+    pool = jnp.full((2, HEADS, SIZE, SIZE), jnp.nan)
+    slot = jnp.array([1], jnp.int32)
+    tile_sequence, positions = jnp.zeros((3,), jnp.int32), jnp.arange(3 * TILE, dtype=jnp.int32)
+    whole, state = run_prefill(rows, pool, slot, tile_sequence, positions)
+    pieces = []
+    for tiles in (slice(0, 1), slice(1, 3)):
+        part = slice(tiles.start * TILE, tiles.stop * TILE)
+        out, pool = run_prefill([x[part] for x in rows], pool, slot, tile_sequence[tiles], positions[part])
+        pieces.append(out)
+    np.testing.assert_array_equal(jnp.concatenate(pieces), whole)
+    np.testing.assert_array_equal(pool[1], state[1])
+
+
+def test_extreme_decays_neither_overflow_nor_leak():
+    rows = simple_gla_rows(6, TILE)
+    positions = jnp.where(jnp.arange(TILE) < 50, jnp.arange(TILE), -1).astype(jnp.int32)
+    pool = jnp.full((2, HEADS, SIZE, SIZE), jnp.nan)
+    run = interpreted(simple_gla.hopper.prefill)
+    slopes = jnp.array([0.0, 90.0], jnp.float32)
+    out, after = run(
+        *rows,
+        slopes,
+        pool,
+        jnp.array([1], jnp.int32),
+        jnp.zeros((1,), jnp.int32),
+        positions,
+        scale=SCALE,
+    )
+    q, k, v = exact(*rows)
+    close(after[1, 0], np.einsum("ck,cv->kv", k[:50, 0], v[:50, 0]), 5e-3)
+    close(after[1, 1], np.outer(k[49, 1], v[49, 1]), 5e-3)
+    close(out[:50, 1], SCALE * (q[:50, 1] * k[:50, 1]).sum(-1, keepdims=True) * v[:50, 1], 5e-3)
