@@ -171,7 +171,7 @@ def test_a_bundled_model_beats_xz_by_its_card(name):
     assert sum(f.stat().st_size for f in resolve(name).iterdir()) <= 12e6
 
 
-@pytest.mark.parametrize(("name", "bits_per_byte"), zip(MODELS, (1.2025, 1.2641)))
+@pytest.mark.parametrize(("name", "bits_per_byte"), list(zip(MODELS, (1.2025, 1.2641))))
 def test_a_bundled_model_predicts_text_it_has_not_seen(name, bits_per_byte):
     """The beginning of the book of Judges, which is held out of the training text."""
     text = (Path(__file__).parent / "judges.txt").read_text()
