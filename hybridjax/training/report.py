@@ -10,7 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from hybridjax.configs import Qwen4ExpConfig
+from hybridjax.configs import MiniCPMSALAConfig, Qwen4ExpConfig
 from hybridjax.errors import ConfigError
 from hybridjax.training.data import PreparedData
 from hybridjax.training.diagnostics import diagnose, heldout_rows
@@ -153,7 +153,7 @@ def model_card(config: ExperimentConfig, data: PreparedData, report: dict[str, A
 
 def _summary(config: ExperimentConfig, report: dict[str, Any]) -> str:
     model = config.model
-    mixers, sparse = (_qwen4_exp if isinstance(model, Qwen4ExpConfig) else _minicpm_sala)(model)
+    mixers, sparse = _qwen4_exp(model) if isinstance(model, Qwen4ExpConfig) else _minicpm_sala(model)
     kinds = {kind: mixers.count(kind) for kind in dict.fromkeys(mixers)}
     layers = " and ".join(f"{n} `{kind}`" for kind, n in kinds.items())
     state = "" if report["finished"] else f" **Unfinished: step {report['steps']} of {config.steps}.**"
@@ -164,7 +164,7 @@ def _summary(config: ExperimentConfig, report: dict[str, Any]) -> str:
     )
 
 
-def _minicpm_sala(model: Any) -> tuple[tuple[str, ...], str]:
+def _minicpm_sala(model: MiniCPMSALAConfig) -> tuple[tuple[str, ...], str]:
     """The layers' kinds, and what is sparse, in words."""
     sparse = model.sparse_config
     # Until then the selected blocks are all there are.
