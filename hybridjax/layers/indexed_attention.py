@@ -176,13 +176,16 @@ class IndexedAttention(nnx.Module):
             keys = self._index_keys(raw, rope)
             page, column = page[ratio - 1 :: ratio], column[ratio - 1 :: ratio]
             live = live & ~jnp.repeat(ends, ratio)
-        slot = jnp.where(live, slot, 0)
-        pending = cache.pending.at[slot, positions % ratio].set(raw)
-        first = jnp.where(positions % ratio == 0, slot, 0)
+        # Rows that leave nothing behind are dropped: on a GPU, a thousand writes to one place queue up.
+        slot = jnp.where(live, slot, cache.pending.shape[0])
+        pending = cache.pending.at[slot, positions % ratio].set(raw, mode="drop")
+        first = jnp.where(positions % ratio == 0, slot, cache.pending.shape[0])
         triple = rope if rope.ndim == 2 else jnp.broadcast_to(rope[:, None], (rope.shape[0], 3))
-        pending_rope = cache.pending_rope.at[first].set(triple)
+        pending_rope = cache.pending_rope.at[first].set(triple, mode="drop")
         if batch.mode is Mode.DECODE:
             keys = self._compress(pending[slot], pending_rope[slot])
-        page = jnp.where(ends, page, 0)
-        index_keys = cache.index_keys.at[page, column // ratio].set(keys.astype(cache.index_keys.dtype))
+        page = jnp.where(ends, page, cache.index_keys.shape[0])
+        index_keys = cache.index_keys.at[page, column // ratio].set(
+            keys.astype(cache.index_keys.dtype), mode="drop"
+        )
         return dataclasses.replace(cache, index_keys=index_keys, pending=pending, pending_rope=pending_rope)

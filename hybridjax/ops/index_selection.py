@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from hybridjax.batch import TILE
-from hybridjax.ops.dispatch import Op, einsum_f32, tiles_at_once
+from hybridjax.ops.dispatch import Op, einsum_f32, platform, tiles_at_once
 
 
 def index_scores(q: jax.Array, keys: jax.Array) -> jax.Array:
@@ -208,11 +208,23 @@ class SharedBlocks:
 
 
 select_index_blocks = Op("select_index_blocks", _select_index_blocks)
+
+
+def _searching_pays(*_, tiled=False, **__) -> bool:
+    """Not for single rows on a GPU: 31 rounds of small kernels took ten times as long as one sort.
+
+    Measured: benchmarks/results/h200_qwen4_exp_layers.txt.
+    """
+    return tiled or platform() != "gpu"
+
+
+select_index_blocks.register(
+    "xla_threshold",
+    functools.partial(_select_index_blocks_mapped, choose_by_threshold),
+    supports=_searching_pays,
+)
 select_index_blocks.register(
     "xla_tiled",
     functools.partial(_select_index_blocks_mapped, choose_by_sorting),
     supports=lambda *_, tiled=False, **__: tiled,
-)
-select_index_blocks.register(
-    "xla_threshold", functools.partial(_select_index_blocks_mapped, choose_by_threshold)
 )
