@@ -148,6 +148,20 @@ def test_the_bundled_card_says_from_where_on_blocks_are_left_out():
     assert "A query beyond 768 tokens attends to 12 blocks of 64." in card
 
 
+def test_the_second_bundled_card_names_its_parts_and_what_they_do():
+    config = load_config("tiny-flash-next")
+    card = (resolve("tiny-flash-next") / "README.md").read_text()
+    assert config == dataclasses.replace(EXPERIMENTS["tiny_flash_next"]().model, extra=config.extra)
+    assert "16 experts, 4 per token, and a shared one; 4 residual streams" in card
+    assert "n-gram embeddings by 4 hashes before layer 2; a draft (MTP) head" in card
+    assert "reads 64 blocks of 4 tokens and the block not yet complete" in card
+    parts = json.loads((resolve("tiny-flash-next") / "evaluation.json").read_text())["parts"]
+    share = parts["attention_share"]
+    assert f"the chosen blocks hold {share['chosen']:.1%} of dense attention's weight" in card
+    assert share["random"] < share["latest"] < share["chosen"] < share["best"]
+    assert f"in {parts['mtp_agreement']:.1%} of all places" in card
+
+
 def test_evaluating_the_directory_gives_the_figures_of_its_report(trained, prepared, capsys):
     arguments = ["--evaluate", str(trained / "model"), "--data", str(prepared.directory)]
     assert main([*arguments, "--set", "data.evaluation_length=64", "--set", "data.evaluation_batch=4"]) == 0
