@@ -164,8 +164,9 @@ class Qwen4ExpConfig:
         check(self.indexer_budget % ratio == 0, "indexer_budget", self.indexer_budget,
               f"a multiple of indexer_compress_ratio ({ratio})")  # fmt: skip
         rotary = self.rotary_dim
+        factor = self.rope_parameters.partial_rotary_factor
         check(rotary % 2 == 0 and 0 < rotary <= self.head_dim, "rope_parameters.partial_rotary_factor",
-              self.rope_parameters.partial_rotary_factor, "such that an even number of dimensions turns")  # fmt: skip
+              factor, "such that an even number of dimensions turns")  # fmt: skip
         check(rotary <= width, "indexer_head_dim", width, f"at least the {rotary} rotary dimensions")
         section = self.rope_parameters.mrope_section
         check(sum(section) == rotary // 2, "rope_parameters.mrope_section", section,

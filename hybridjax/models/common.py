@@ -1,9 +1,12 @@
-"""What the model families share: checks of ids, prefixed probes, and the size of their state."""
+"""What the model families share: checks of ids, probes, recomputed layers, and the size of their state."""
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
+from flax import nnx
 from jax.core import Tracer
 
 from hybridjax.batch import Probe, State
@@ -22,7 +25,9 @@ def checked_ids(input_ids: jax.Array, vocab: int) -> jax.Array:
             f"input_ids is {ids.dtype}{list(ids.shape)}; it must hold integers of shape [batch, length]"
         )
     if not isinstance(ids, Tracer):
-        low, high = int(ids.min()), int(ids.max())
+        # Not with jax: inside jit even known values would become tracers.
+        known = np.asarray(ids)
+        low, high = int(known.min()), int(known.max())
         if low < 0 or high >= vocab:
             raise ValueError(f"input_ids holds ids from {low} to {high}; they must be in 0..{vocab - 1}")
     return ids
@@ -33,6 +38,16 @@ def prefixed(probe: Probe | None, prefix: str) -> Probe | None:
     if probe is None:
         return None
     return lambda name, value: probe(prefix + name, value)
+
+
+def rematerialised(call: Callable[..., Any], layer: nnx.Module, *args: Any) -> Any:
+    """``call(layer, *args)``, recomputed in the backward pass.
+
+    The layer goes through as its parameters, so that nothing happens to the module itself and a model may
+    also be closed over by a traced function.
+    """
+    graph, state = nnx.split(layer)
+    return jax.checkpoint(lambda state, *args: call(nnx.merge(graph, state), *args))(state, *args)
 
 
 def state_size(init_state: Callable[[int, int], State]) -> StateSize:

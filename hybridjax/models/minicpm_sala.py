@@ -11,7 +11,7 @@ from hybridjax.configs import MiniCPMSALAConfig
 from hybridjax.configs.minicpm_sala import SPARSE
 from hybridjax.layers import Embedding, InfLLMAttention, LightningAttention, Linear, RMSNorm, SwiGLU
 from hybridjax.models.base import Path, StateSize, TensorEntry
-from hybridjax.models.common import checked_ids, prefixed, state_size
+from hybridjax.models.common import checked_ids, prefixed, rematerialised, state_size
 from hybridjax.ops.infllm import PER_BLOCK
 
 
@@ -102,7 +102,7 @@ class MiniCPMSALA(nnx.Module):
                 probe(f"layers.{i}.hidden", h)
                 inner = prefixed(probe, f"layers.{i}.")
             if self.remat and state is None:
-                h, cache = nnx.remat(lambda layer, h: layer(h, batch, None))(layer, h)
+                h, cache = rematerialised(lambda layer, h: layer(h, batch, None), layer, h)
             else:
                 h, cache = layer(h, batch, None if state is None else state[i], inner)
             caches.append(cache)

@@ -31,9 +31,9 @@ from hybridjax.layers import (
     NgramEmbedding,
     SparseMoE,
 )
-from hybridjax.models.base import StateSize, TensorEntry
-from hybridjax.models.common import checked_ids, prefixed, state_size
 from hybridjax.models import qwen4_exp_training
+from hybridjax.models.base import StateSize, TensorEntry
+from hybridjax.models.common import checked_ids, prefixed, rematerialised, state_size
 from hybridjax.models.qwen4_exp_entries import checkpoint_entries
 from hybridjax.ops.index_selection import SharedBlocks
 from hybridjax.ops.ngram_hash import NgramHash
@@ -256,8 +256,9 @@ class Qwen4Exp(nnx.Module):
                     caches[count + number] = cache
             inner = prefixed(probe, f"layers.{i}.")
             if self.remat and caches is None:
-                streams, seen = nnx.remat(_probed_layer, static_argnums=(3,))(
-                    layer, streams, batch, inner is not None
+                probed = inner is not None
+                streams, seen = rematerialised(
+                    lambda layer, x, probed=probed: _probed_layer(layer, x, batch, probed), layer, streams
                 )
                 if inner is not None:
                     for name, value in seen.items():
