@@ -46,7 +46,9 @@ class EngineConfig:
     max_image_bytes: int = flag(
         20 * 2**20, "largest image file in a prompt; in an HTTP body, its base64 also counts as part of that"
     )
-    max_image_pixels: int = flag(40_000_000, "most pixels (width * height) of an image in a prompt, as sent")
+    max_image_pixels: int = flag(
+        40_000_000, "most pixels (width * height) of all images of a prompt together"
+    )
     max_images_per_request: int = flag(16, "most images in a prompt")
     context_length: int | None = flag(None, "longest prompt + completion in tokens (default: the model's)")
     mem_fraction_static: float = flag(

@@ -138,31 +138,46 @@ class ImageProcessor:
         return new_height, new_width
 
     def __call__(self, pixels: np.ndarray) -> tuple[np.ndarray, Grid]:
-        """Patches of one image in merge-block order, values in the order (channel, frame, row, column).
+        """Patches of one image, and its grid: ``patches(resize(pixels))``.
 
         Args:
           pixels: uint8[height, width, 3].
 
-        Returns:
-          float32[P, 3 * temporal_patch_size * patch_size^2], a still image in every frame, and its grid.
-
         Raises:
           RequestError: one side is more than 200 times the other.
         """
+        return self.patches(self.resize(pixels)), self.grid(*pixels.shape[:2])
+
+    def resize(self, pixels: np.ndarray) -> np.ndarray:
+        """uint8[height, width, 3] in the size that ``patches`` takes; raises as ``resized`` does."""
         height, width = self.resized(*pixels.shape[:2])
         image = Image.fromarray(pixels).resize((width, height), Image.Resampling.BICUBIC)
+        return np.asarray(image)
+
+    def patches(self, pixels: np.ndarray) -> np.ndarray:
+        """Patches of a resized image in merge-block order, values in the order (channel, frame, row, column).
+
+        The pixels take an eighth of their bytes, so an image that waits is better kept as these.
+
+        Args:
+          pixels: uint8[height, width, 3] of ``resize``.
+
+        Returns:
+          float32[P, 3 * temporal_patch_size * patch_size^2], a still image in every frame.
+        """
+        height, width = pixels.shape[:2]
         # There are 256 values: a table gives each what the original computes, float32(float64 / 255).
         levels = (np.arange(256, dtype=np.float64) * _RESCALE).astype(np.float32)[:, None]
         table = (levels - np.asarray(self.mean, np.float32)) / np.asarray(self.std, np.float32)
         size, merge = self.patch_size, self.merge_size
         rows, columns = height // size, width // size
-        cut = np.asarray(image).reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
+        cut = pixels.reshape(rows // merge, merge, size, columns // merge, merge, size, 3)
         cut = cut.transpose(0, 3, 1, 4, 6, 2, 5).reshape(rows * columns, 3, 1, size, size)
         frames = (rows * columns, 3, self.temporal_patch_size, size, size)
         values = np.empty(frames, np.float32)
         for channel in range(3):
             values[:, channel] = table[:, channel][cut[:, channel]]
-        return values.reshape(rows * columns, -1), (1, rows, columns)
+        return values.reshape(rows * columns, -1)
 
 
 _FIXED: dict[str, tuple[Any, ...]] = {

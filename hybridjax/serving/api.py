@@ -174,7 +174,7 @@ class ImageSupport:
 
     Attributes:
       max_image_bytes: of an encoded file.
-      max_image_pixels: width * height of an image before resizing.
+      max_image_pixels: width * height before resizing, of all images together.
       max_images: per prompt.
     """
 

@@ -87,7 +87,7 @@ class ImageFeatures:
         side, merge = self._vision.grid_side, self._vision.spatial_merge_size
         layout = patch_layout([image.grid], side=side, merge_size=merge, length=length)
         patches = np.zeros((length, self._vision.patch_values), self._dtype)
-        patches[:count] = image.patches
+        patches[:count] = image.processor.patches(image.pixels)
         out = self._encode(
             self._parameters, patches, layout.positions, layout.taps, layout.weights, layout.frame
         )

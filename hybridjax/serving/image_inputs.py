@@ -82,7 +82,7 @@ class ImageInputs:
             )
         rope, delta = rope_positions(expanded, grids, config.image_token_id, self._merge)
         processed = tuple(
-            ProcessedImage(self._processor(image)[0], grid, content_hash(image))
+            ProcessedImage(self._processor.resize(image), self._processor, grid, content_hash(image))
             for image, grid in zip(images, grids)
         )
         placeholder = expanded == config.image_token_id

@@ -5,19 +5,22 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from hybridjax.images import Grid, cache_ids, token_count
+from hybridjax.images import Grid, ImageProcessor, cache_ids, token_count
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ProcessedImage:
-    """An image as the vision tower takes it.
+    """An image in the size that the vision tower takes.
 
     Attributes:
-      patches: float32[P, values]; grid: frames, rows and columns of patches.
-      digest: a hash of all pixels.
+      pixels: uint8[height, width, 3], resized.
+      processor: makes patches of them.
+      grid: frames, rows and columns of patches.
+      digest: a hash of all pixels as they came.
     """
 
-    patches: np.ndarray
+    pixels: np.ndarray
+    processor: ImageProcessor
     grid: Grid
     digest: bytes
 

@@ -17,9 +17,11 @@ from http_fakes import IMAGE, IMAGE_TOKENS, IMAGES, PATIENCE, PLACEHOLDER, FakeE
 from PIL import Image
 from test_http_disconnects import connect, reset
 
+from hybridjax.errors import RequestError
 from hybridjax.images import load_image
 from hybridjax.serving.http import content as content_module
 from hybridjax.serving.http.app import IMAGE_WORKERS
+from hybridjax.serving.http.content import Picture, load_images
 from hybridjax.text import ChatTemplate
 
 CHAT = "/v1/chat/completions"
@@ -207,7 +209,20 @@ def test_what_is_wrong_with_an_image_is_said(
 def test_the_image_at_fault_is_named(http: httpx.Client):
     messages = [user(image(PIXELS[0])), user(text("x"), image(pixels(1, 5000)))]
     message = refusal(http.post(CHAT, json={"messages": messages}), "image_too_large")
-    assert message == "messages[1].content[1]: an image has 5000 x 1 pixels; at most 4096 are allowed"
+    assert message == (
+        "messages[1].content[1]: an image has 5000 x 1 pixels; at most 4051 are allowed; "
+        "the images of a request may have 4096 pixels together"
+    )
+
+
+def test_pixels_are_bounded_over_all_images():
+    def load(*sizes: tuple[int, int]) -> list[np.ndarray]:
+        pictures = [(f"image {i}", Picture(url(pixels(*size)))) for i, size in enumerate(sizes)]
+        return load_images(pictures, IMAGES, lambda: None)
+
+    assert [image.shape[:2] for image in load((32, 64), (32, 64))] == [(32, 64), (32, 64)]
+    with pytest.raises(RequestError, match="image 2: .* may have 4096 pixels together"):
+        load((32, 64), (32, 64), (1, 1))
 
 
 def test_placeholders_as_text_are_refused_elsewhere_too(http: httpx.Client):

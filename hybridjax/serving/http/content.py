@@ -122,7 +122,7 @@ def load_images(
 
     Args:
       pictures: each with the field it stands in.
-      support: the limits.
+      support: the limits; that of pixels holds for all images together.
       go_on: called before each image; raises if nobody wants them any more.
 
     Returns:
@@ -131,12 +131,17 @@ def load_images(
     Raises:
       RequestError: something is wrong with one, by its field.
     """
-    limits = ImageLimits(max_bytes=support.max_image_bytes, max_pixels=support.max_image_pixels)
-    images = []
+    images: list[np.ndarray] = []
+    left = support.max_image_pixels
     for field, picture in pictures:
         go_on()
         try:
-            images.append(load_image(picture.take(), limits))
+            image = load_image(picture.take(), ImageLimits(support.max_image_bytes, left))
         except RequestError as error:
-            raise RequestError(f"{field}: {error}", param="messages", code=error.code) from None
+            together = ""
+            if error.code == "image_too_large" and images:
+                together = f"; the images of a request may have {support.max_image_pixels} pixels together"
+            raise RequestError(f"{field}: {error}{together}", param="messages", code=error.code) from None
+        left -= image.shape[0] * image.shape[1]
+        images.append(image)
     return images
