@@ -64,7 +64,7 @@ def _is_plain_name(file: str) -> bool:
 
 
 def listing(problems: Iterable[str], limit: int = 5) -> str:
-    """The first few problems and how many more there are."""
-    problems = list(problems)
+    """The first few problems, each once, and how many more there are."""
+    problems = list(dict.fromkeys(problems))
     shown = "; ".join(problems[:limit])
     return f"{shown}; and {len(problems) - limit} more" if len(problems) > limit else shown

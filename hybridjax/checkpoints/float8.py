@@ -35,10 +35,11 @@ def decode_blocks(codes: np.ndarray, scales: np.ndarray, block: tuple[int, int],
       out: [rows, columns] of a floating-point dtype.
 
     Raises:
-      CheckpointError: a scale is not finite.
+      CheckpointError: a scale is not finite, or below 0.
     """
-    if not np.isfinite(scales.astype(np.float32)).all():
-        raise CheckpointError("a scale is not finite")
+    wide = scales.astype(np.float32)
+    if not np.isfinite(wide).all() or (wide < 0).any():
+        raise CheckpointError("a scale is not finite, or below 0")
     rows, columns = codes.shape
     height, width = block
     for i in range(len(scales)):

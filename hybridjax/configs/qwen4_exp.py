@@ -119,7 +119,7 @@ class Qwen4ExpConfig:
         object.__setattr__(self, "extra", FrozenDict(self.extra))
         finite_floats(self)
         for name in _POSITIVE:
-            positive_int(name, getattr(self, name))
+            positive_int(name, getattr(self, name), *_AT_MOST.get(name, ()))
         heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
         check(heads % kv_heads == 0, "num_key_value_heads", kv_heads, f"a divisor of {heads} heads")
         keys, values = self.linear_num_key_heads, self.linear_num_value_heads
@@ -175,6 +175,9 @@ class Qwen4ExpConfig:
     def _check_ngrams(self):
         heads = (self.ngram_size - 1) * self.heads_per_ngram
         check(self.ngram_size >= 2, "ngram_size", self.ngram_size, "2 or more")
+        reach = (self.ple_conv_kernel_size - 1) * self.ngram_size
+        check(reach <= 64, "ple_conv_kernel_size", self.ple_conv_kernel_size,
+              f"such that (ple_conv_kernel_size - 1) * ngram_size ({reach}) is at most 64")  # fmt: skip
         check(self.ple_embed_dim % heads == 0, "ple_embed_dim", self.ple_embed_dim,
               f"a multiple of (ngram_size - 1) * heads_per_ngram ({heads})")  # fmt: skip
         check(bool(self.eos_token_id), "eos_token_id", None, "set when ple_layer_ids is not empty")
@@ -248,6 +251,10 @@ _POSITIVE = (
     "ngram_vocab_size_base", "make_ngram_vocab_size_divisible_by", "split_ngram_parts", "indexer_n_heads",
     "indexer_head_dim", "indexer_budget", "indexer_compress_ratio",
 )  # fmt: skip
+
+# Work and memory grow with these before any tensor has been seen.
+_AT_MOST = {"num_experts": (8192,), "num_hidden_layers": (4096,), "ple_conv_kernel_size": (32,),
+            "linear_conv_kernel_dim": (64,), "ngram_size": (16,), "heads_per_ngram": (1024,)}  # fmt: skip
 
 _STRUCTURED = ("rope_parameters", "layer_types", "ple_layer_ids", "eos_token_id", "dtype", "extra")
 

@@ -48,6 +48,8 @@ class Qwen4ExpVisionConfig:
         for field in dataclasses.fields(self):
             if field.type is int:
                 positive_int(_VISION + field.name, getattr(self, field.name))
+        # Layers are made one by one before any tensor has been seen.
+        check(self.depth <= 1024, _VISION + "depth", self.depth, "at most 1024")
         hidden, heads = self.hidden_size, self.num_heads
         check(hidden % heads == 0, _VISION + "num_heads", heads, f"a divisor of hidden_size ({hidden})")
         check(self.head_dim % 4 == 0, _VISION + "num_heads", heads,

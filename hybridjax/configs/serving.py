@@ -148,7 +148,7 @@ class ServerConfig(EngineConfig):
         super().__post_init__()
         check(0 <= self.port < 65536, "port", self.port, "in 0..65535")
         check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "0 or more seconds")
-        positive_int("max_request_bytes", self.max_request_bytes)
+        positive_int("max_request_bytes", self.max_request_bytes, most=2**40)
         timeout = self.health_check_timeout
         check(timeout > 0, "health_check_timeout", timeout, "above 0 seconds")
         known = ("model", "openai")

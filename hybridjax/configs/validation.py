@@ -15,8 +15,9 @@ def check(ok: bool, name: str, value: Any, allowed: str) -> None:
         raise ConfigError(f"{name} is {value!r}; it must be {allowed}")
 
 
-def positive_int(name: str, value: Any) -> None:
+def positive_int(name: str, value: Any, most: int = 2**31 - 1) -> None:
     check(type(value) is int and value > 0, name, value, "a positive integer")
+    check(value <= most, name, value, f"at most {most}")
 
 
 def finite_floats(config: Any, prefix: str = "") -> None:

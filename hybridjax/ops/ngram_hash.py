@@ -67,6 +67,11 @@ class NgramHash:
             check(0 < size < _LIMIT, f"head_sizes[{i}]", size, "positive and below 2^31")
             check(0 <= offset <= self.rows - size, f"head_offsets[{i}]", offset,
                   f"such that {size} rows fit into the table's {self.rows}")  # fmt: skip
+        ends = [offset + size for size, offset in zip(self.head_sizes, self.head_offsets)]
+        for i, (end, after) in enumerate(zip(ends, self.head_offsets[1:])):
+            check(
+                end <= after, f"head_offsets[{i + 1}]", after, f"at least {end}, where the head before ends"
+            )
         check(self.rows < _LIMIT, "rows", self.rows, "below 2^31")
 
     @classmethod

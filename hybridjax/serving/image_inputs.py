@@ -62,9 +62,16 @@ class ImageInputs:
             return ids, None  # make_request says what is wrong with it
         if (flat == config.video_token_id).any():
             raise RequestError("the prompt has a video placeholder; videos are not supported",
-                               param="messages", code="unsupported_content")  # fmt: skip
-        if not len(images) and not (flat == config.image_token_id).any():
-            return ids, None
+                               param="prompt", code="unsupported_content")  # fmt: skip
+        if not len(images):
+            count = int((flat == config.image_token_id).sum())
+            if not count:
+                return ids, None
+            raise RequestError(
+                f"the prompt has {count} image placeholders and no images, which only chat messages bring",
+                param="prompt",
+                code="image_placeholder_mismatch",
+            )
         if len(images) > self.support.max_images:
             raise RequestError(
                 f"the prompt has {len(images)} images; at most {self.support.max_images} are allowed",

@@ -218,3 +218,9 @@ def test_float16_cannot_hold_every_scaled_value(qwen):
     edit_stored(directory, change)
     with pytest.raises(CheckpointError, match=f"{DOWN} has values beyond the range of float16"):
         load_model(directory, "float16")
+
+
+def test_a_negative_scale_is_refused():
+    codes = np.ones((2, 2), ml_dtypes.float8_e4m3fn)
+    with pytest.raises(CheckpointError, match="below 0"):
+        decode_blocks(codes, np.full((1, 1), -1, np.float32), (128, 128), np.empty((2, 2), np.float32))

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from hybridjax.configs import Qwen4ExpConfig
 from hybridjax.configs.qwen4_exp_multimodal import Qwen4ExpMultimodalConfig, Qwen4ExpVisionConfig
 from hybridjax.errors import ConfigError
 
@@ -102,3 +103,22 @@ def test_dtype_and_tying_hold_for_the_whole_model():
 def test_what_cannot_work_is_refused_by_name(changes, message):
     with pytest.raises(ConfigError, match=message):
         Qwen4ExpMultimodalConfig.from_dict(changed(**changes))
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "most"),
+    [
+        ("num_experts", 10**6, 8192),
+        ("num_experts", 2**63, 8192),
+        ("head_dim", 10**400, 2**31 - 1),
+        ("ple_conv_kernel_size", 2**63, 32),
+        ("indexer_budget", 10**60, 2**31 - 1),
+        ("max_position_embeddings", 10**60, 2**31 - 1),
+        ("ngram_size", 1000, 16),
+    ],
+)
+def test_sizes_that_no_model_has_are_refused_before_anything_is_made(field, value, most):
+    with pytest.raises(ConfigError, match=f"{field} is {value}; it must be at most {most}"):
+        Qwen4ExpConfig(**{field: value})
+    with pytest.raises(ConfigError, match="depth is 5000; it must be at most 1024"):
+        Qwen4ExpVisionConfig(depth=5000)

@@ -263,3 +263,10 @@ def test_a_config_with_too_large_a_table_and_a_layer_that_is_not_there():
         NgramHash.from_config(Qwen4ExpConfig(ngram_vocab_size_base=2**40), 0)
     with pytest.raises(ConfigError, match="ple_index is 1"):
         NgramHash.from_config(Qwen4ExpConfig(), 1)
+
+
+def test_heads_that_overlap_are_refused():
+    good = NgramHash.from_config(Qwen4ExpConfig(), 0)
+    offsets = (good.head_offsets[0], 1, *good.head_offsets[2:])
+    with pytest.raises(ConfigError, match=r"head_offsets\[1\] is 1; it must be at least 20000003"):
+        dataclasses.replace(good, head_offsets=offsets)

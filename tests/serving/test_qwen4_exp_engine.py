@@ -215,7 +215,7 @@ class TestImages:
     @pytest.mark.parametrize(
         ("parts", "pictures", "message"),
         [
-            ((5, "image"), 0, "1 image placeholders for 0 images"),
+            ((5, "image"), 0, "1 image placeholders and no images"),
             ((5,), 1, "0 image placeholders for 1 images"),
             ((5, "image"), 2, "1 image placeholders for 2 images"),
             (("image",) * 4, 4, "4 images; at most 3"),
