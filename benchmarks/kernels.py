@@ -4,9 +4,8 @@
 
 Each implementation is first compared with a float64 recurrence; a wrong one is not timed. A time is that of
 one call among many in one program, which XLA replays as a CUDA graph: gaps between kernels count, launches
-from the host do not. The pool is donated from call to call. Peers: the figures of PEERS, taken on another
-day on such a GPU the same way, unless flash-linear-attention can be imported here. Limit: the bytes of a
-call over the copy bandwidth measured in this run.
+from the host do not. The pool is donated from call to call. Peers: the figures of PEERS, replayed CUDA graphs
+taken on another day on such a GPU. Limit: the bytes of a call over the copy bandwidth measured in this run.
 """
 
 import argparse
@@ -61,7 +60,7 @@ def _gates(key: int, rows: int) -> list[jax.Array]:
 
 
 def _decode_rows(rows: int, key: int) -> tuple[jax.Array, jax.Array]:
-    """Slots in random order and positions; with more than 4 rows one starts afresh and one is padding."""
+    """Slots in random order, and positions of sequences that have a state already."""
     slot = 1 + jax.random.permutation(jax.random.key(key), rows).astype(jnp.int32)
     return slot, jnp.full((rows,), 7, jnp.int32)
 
