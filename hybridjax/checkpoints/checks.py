@@ -1,5 +1,6 @@
 """Whether the tensors in a checkpoint's files are those that a model needs, from their headers alone."""
 
+import logging
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,6 +22,8 @@ _DROPPED = re.compile(
     r"rotary_emb\.|\.ple_embedding\.hashstats_|(^|\.)token_lookup(\.|$)"
     r"|hyper_connection_mixer\.block_inject_weight(\.|$)"
 )
+
+log = logging.getLogger(__name__)
 
 Weights = Mapping[str, SafetensorsFile]
 
@@ -150,8 +153,9 @@ def load_constants(model: Any, weights: Weights) -> None:
         raise CheckpointError(f"the constants do not fit {type(model).__name__}: {listing(problems)}")
     if all(np.array_equal(value, known[name]) for name, value in stored.items()):
         return
+    changed = next(name for name, value in stored.items() if not np.array_equal(value, known[name]))
+    log.warning("%s differs from what the configuration gives; the stored values are used", changed)
     try:
         model.set_checkpoint_constants(known | stored)
     except ConfigError as error:
-        changed = next(name for name, value in stored.items() if not np.array_equal(value, known[name]))
         raise CheckpointError(f"{changed} and its neighbours cannot be used: {error}") from error

@@ -355,13 +355,15 @@ def test_tables_that_do_not_fit_are_an_error(qwen, change, message, offload: str
     assert str(directory) in str(caught.value)
 
 
-def test_stored_hashes_go_before_computed_ones_and_are_saved(qwen, tmp_path):
+def test_stored_hashes_go_before_computed_ones_with_a_warning_and_are_saved(qwen, tmp_path, caplog):
     directory = qwen()
     multipliers = np.array([3, 5, 7], np.int64)
     edit_stored(directory, lambda t: t.update({PLE + "layer_multipliers": multipliers}))
     for offload in ("device", "mmap"):
         model = load_model(directory, ple_offload=offload)
         assert model.layers[1].ple.hash.multipliers == (3, 5, 7)
+        assert "layer_multipliers differs from what the configuration gives" in caplog.text
+        caplog.clear()
         save_pretrained(model, tmp_path / offload)
         saved = read_all(tmp_path / offload / "model.safetensors")
         assert np.array_equal(saved[PLE + "layer_multipliers"], multipliers)
