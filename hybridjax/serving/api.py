@@ -13,7 +13,22 @@ MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 300
 
-FinishReason = Literal["stop", "length", "abort", "error"]
+FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
+GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "lark"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Grammar:
+    """What a completion must look like, checked and compiled before the request is accepted.
+
+    Attributes:
+      kind: the language of ``source``: a JSON schema, nothing (any JSON object), a regular expression, a
+        grammar in EBNF (XGrammar's and SGLang's GBNF), or one in llguidance's Lark.
+      source: text in that language.
+    """
+
+    kind: GrammarKind
+    source: str = ""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -38,6 +53,9 @@ class SamplingParams:
       logprobs: report the sampled token's log probability (of the model's own distribution, before
         temperature and penalties) and those of this many most likely tokens; None: none.
       skip_special_tokens: leave special tokens out of the text.
+      prompt_logprobs: like logprobs, for the tokens of the prompt; such a prompt is computed whole, without
+        cached prefixes.
+      grammar: what the completion must look like.
     """
 
     max_tokens: int | None = 16
@@ -57,6 +75,8 @@ class SamplingParams:
     min_tokens: int = 0
     logprobs: int | None = None
     skip_special_tokens: bool = True
+    prompt_logprobs: int | None = None
+    grammar: Grammar | None = None
 
     def __post_init__(self):
         if isinstance(self.stop, str):
@@ -101,8 +121,8 @@ def _is_token(value: Any) -> bool:
     return type(value) is int and 0 <= value < 2**31
 
 
-_WHOLE = ("max_tokens", "top_k", "seed", "min_tokens", "logprobs")
-_OPTIONAL = ("max_tokens", "seed", "logprobs")
+_WHOLE = ("max_tokens", "top_k", "seed", "min_tokens", "logprobs", "prompt_logprobs")
+_OPTIONAL = ("max_tokens", "seed", "logprobs", "prompt_logprobs")
 _RANGES = (
     ("max_tokens", 1, 2**31 - 1),
     ("temperature", 0, 100),
@@ -115,6 +135,7 @@ _RANGES = (
     ("frequency_penalty", -2, 2),
     ("min_tokens", 0, 2**31 - 1),
     ("logprobs", 0, MAX_TOP_LOGPROBS),
+    ("prompt_logprobs", 0, MAX_TOP_LOGPROBS),
 )
 
 
@@ -140,6 +161,8 @@ class RequestOutput:
       text: new text; never shows any part of a matched stop string.
       stop_reason: the stop string or stop token id that matched, None for the model's own end token.
       logprobs: one entry per new token if asked for.
+      prompt_logprobs: in the first event with tokens, if asked for: one entry per prompt token, None for the
+        first, which nothing predicts.
       error: for finish_reason "error", what went wrong.
     """
 
@@ -149,6 +172,7 @@ class RequestOutput:
     finish_reason: FinishReason | None = None
     stop_reason: int | str | None = None
     logprobs: tuple[TokenLogprob, ...] | None = None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
@@ -247,6 +271,9 @@ class FrontDoor(Protocol):
         *,
         request_id: str | None = None,
         images: Sequence[np.ndarray] = (),
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
     ) -> str:
         """Queues a request and returns its id; tokenises and prepares images in the calling thread.
 
@@ -257,6 +284,9 @@ class FrontDoor(Protocol):
           request_id: None: made up.
           images: uint8[H, W, 3], RGB, in the order of their placeholders. Not changed, and not kept as they
             are, so that requests may share them.
+          priority: only with EngineConfig.enable_priority_scheduling: higher first.
+          cache_salt: cached prefixes are shared only among requests with the same salt.
+          timeout: seconds from now after which the request ends with reason "timeout".
 
         Raises:
           RequestError: the prompt is empty, too long for the context with max_tokens, or has ids
