@@ -2,10 +2,10 @@
 
     python -m benchmarks.ngram_placement [--rows 1,8,64] [--host-gib 48] [--mmap-gib 10] [--smoke]
 
-A stack of the released widths with few layers decodes through ModelRunner, launch n+1 before n is read, as
-the engine's loop does. Layer 0 runs before the first n-gram row is needed: the host's work hides behind it.
-The cost is the difference between the steps of two placements; its share of the whole model's step uses a
-step extrapolated from stacks of two depths.
+A model of the released depth and widths, and so with as many arrays to launch, decodes through ModelRunner,
+launch n+1 before n is read, as the engine's loop does. It has fewer experts than the release, as many as fit
+into one device: a step reads no more of them than the release does, so it takes less time, and the shares
+printed are too large if anything. The cost is the difference between the steps of two placements.
 """
 
 import argparse
@@ -36,13 +36,13 @@ from hybridjax.host_table import HostTable
 from hybridjax.models.qwen4_exp import Qwen4Exp
 from hybridjax.ops.ngram_hash import NgramHash
 from hybridjax.serving.api import SamplingParams
+from hybridjax.serving.decode_parts import DecodeParts
 from hybridjax.serving.ngram_rows import NgramRows
 from hybridjax.serving.plan import DecodePlan, DecodeRow, PrefillPlan, PrefillRow
 from hybridjax.serving.request import Request
 from hybridjax.serving.runner import ModelRunner, enable_compilation_cache
 from hybridjax.serving.sizing import PoolSizes
 
-LAYERS = 48  # of the released model
 CONTEXT = 512  # tokens of each request when measuring begins
 LONGEST = 2048
 
@@ -104,7 +104,7 @@ def decode(runner: ModelRunner, batch: list[Request], position: int, launches: i
 
 def check() -> bool:
     """Whether all placements decode the same tokens: small shapes, float32, prompts included."""
-    config, known = stack(small_config(), 2, 1000), {}
+    config, known = stack(small_config(), 6, 1000), {}
     found = {}
     batch = requests(2, config.vocab_size, 70)
 
@@ -173,7 +173,7 @@ def float8_table(codes: np.ndarray, shards: int) -> HostTable:
     return HostTable(np.array_split(wide, shards) if shards > 1 else [wide], 2e-4, ml_dtypes.bfloat16)
 
 
-class Parts:
+class HostWork:
     """Seconds of the host's work in each step with the table on the host."""
 
     def __init__(self, runner: ModelRunner, bucket: Any):
@@ -181,8 +181,11 @@ class Parts:
         self._runner, self._bucket = runner, bucket
         self._programs = runner._programs[bucket]
         self._ngrams: Any = runner._ngrams
-        head, tail = self._programs
-        runner._programs[bucket] = self._timed("launch head", head), self._timed("launch tail", tail)
+        assert runner._parts is not None
+        runner._programs[bucket] = tuple(
+            self._timed(f"launch of layers {part.start}-{part.stop - 1}", program)
+            for part, program in zip(runner._parts.parts, self._programs)
+        )
         ngrams = self._ngrams
         ngrams._resolve = self._timed("wait for tokens", ngrams._resolve)
         ngrams.decode = self._timed("tokens to rows on the device, waiting included", ngrams.decode)
@@ -203,34 +206,19 @@ class Parts:
         return {name: float(np.median(values)) for name, values in self.seconds.items()}
 
 
-def launch_seconds(arguments: int) -> float:
-    """Median seconds that launching a program with so many arrays takes the host."""
-    arrays = [jnp.zeros((8,), jnp.bfloat16) for _ in range(arguments)]
-    program = jax.jit(lambda xs: xs[0] + 1, keep_unused=True).lower(arrays).compile()
-    samples = []
-    for _ in range(100):
-        start = time.perf_counter()
-        out = program(arrays)
-        samples.append(time.perf_counter() - start)
-        out.block_until_ready()
-    return float(np.median(samples))
-
-
-def compile_all(runners: list[ModelRunner], rows: list[int]) -> None:
-    with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        jobs = []
-        for runner in runners:
-            wanted = {runner._bucket("decode", n, LONGEST // 64) for n in rows}
-            jobs += [pool.submit(runner._compile, bucket) for bucket in wanted]
-        for job in jobs:
-            job.result()
+def compiled(runner: ModelRunner, rows: int) -> None:
+    runner._compile(runner._bucket("decode", rows, LONGEST // 64))
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="1,8,64")
-    parser.add_argument("--layers", type=int, default=4, help="a multiple of 4; twice as many run too")
-    parser.add_argument("--device-gib", type=float, default=20.0, help="table in bfloat16")
+    parser.add_argument(
+        "--two-programs", default="1", help="rows at which to time a step in two programs too"
+    )
+    parser.add_argument("--layers", type=int, default=48)
+    parser.add_argument("--experts", type=int, default=128, help="per layer; the release has 512")
+    parser.add_argument("--device-gib", type=float, default=8.0, help="table in bfloat16")
     parser.add_argument("--host-gib", type=float, default=48.0, help="table in float8; 48: the whole")
     parser.add_argument("--mmap-gib", type=float, default=10.0, help="table in float8")
     parser.add_argument(
@@ -238,148 +226,137 @@ def main() -> int:
     )
     parser.add_argument("--write-seconds", type=float, default=30.0, help="most time to write that file")
     parser.add_argument("--launches", type=int, default=60)
-    parser.add_argument("--repeats", type=int, default=5)
+    parser.add_argument("--repeats", type=int, default=7)
     parser.add_argument("--cache", default="", help="compilation cache directory")
     parser.add_argument("--smoke", action="store_true", help="small shapes, for any machine")
     args = parser.parse_args()
     enable_compilation_cache(args.cache)
-    if not check():
-        print("the check failed; no times are printed")
-        return 1
     started = time.perf_counter()
-    full = small_config() if args.smoke else Qwen4ExpConfig()
+
+    def report(what: str) -> None:
+        print(f"{what} after {time.perf_counter() - started:.0f} s", flush=True)
+
+    full = small_config() if args.smoke else dataclasses.replace(Qwen4ExpConfig(), num_experts=args.experts)
     if args.smoke:
-        args.rows, args.launches, args.repeats, args.layers = "2", 10, 2, 2
+        args.rows, args.two_programs, args.launches, args.repeats, args.layers = "2", "2", 10, 2, 6
         args.device_gib = args.host_gib = args.mmap_gib = 0.001
     cpu = jax.default_backend() == "cpu"
     dtype = jnp.float32 if cpu else jnp.bfloat16
-    rows = [int(n) for n in args.rows.split(",")]
+    rows, in_two = ([int(n) for n in text.split(",") if n] for text in (args.rows, args.two_programs))
     bandwidth = copy_bandwidth(2**24 if cpu else 2**31)
     print(f"{environment()}\ncopy {bandwidth / 1e12:.2f} TB/s", flush=True)
 
     known: dict = {}
     width = full.ple_embed_dim // ((full.ngram_size - 1) * full.heads_per_ngram)
     stored = stack(full, args.layers, base_rows(full, args.device_gib, jnp.dtype(dtype).itemsize))
-    deeper = stack(full, 2 * args.layers, stored.ngram_vocab_size_base)
     hosted = stack(full, args.layers, base_rows(full, args.host_gib, 1))
     mapped = stack(full, args.layers, base_rows(full, args.mmap_gib, 1))
     codes = np.empty((NgramHash.from_config(hosted, 0).rows, width), np.uint8)
-    fill(codes)
-    print(f"host table filled after {time.perf_counter() - started:.0f} s", flush=True)
     host_table = float8_table(codes, 1)
     model = build(hosted, "host", dtype, known)
     model.host_tables = [host_table]
     most = max(rows)
-    on_host = make_runner(model, most, 1)
     on_device = make_runner(build(stored, "device", dtype, known), most, 4)
-    double = make_runner(build(deeper, "device", dtype, known), most, 4)
-    jax.block_until_ready(list(known.values()))
-    print(f"arrays made after {time.perf_counter() - started:.0f} s", flush=True)
-    compile_all([on_host, on_device, double], rows)
-    print(f"compiled after {time.perf_counter() - started:.0f} s", flush=True)
-
-    table_size = {
-        "device": NgramHash.from_config(stored, 0).rows * width * jnp.dtype(dtype).itemsize,
-        "host": codes.nbytes,
-    }
-    out: list[dict[str, Any]] = []
-    device_step: dict[tuple[int, int, int], float] = {}
-
-    def measure(placement: str, runner: ModelRunner, count: int, layers: int, steps: int) -> dict:
-        batch, position = requests(count, full.vocab_size, CONTEXT), CONTEXT
-        launches = max(2, args.launches // steps)
-        samples = []
-        for i in range(args.repeats + 1):
-            start = time.perf_counter()
-            decode(runner, batch, position, launches, steps)
-            if i:
-                samples.append((time.perf_counter() - start) / launches / steps)
-            position += launches * steps
-        took = spread(samples)
-        row = {
-            "placement": placement,
-            "rows": count,
-            "layers": layers,
-            "steps_per_launch": steps,
-            "seconds": took,
-            "table_bytes": table_size[placement.split(",")[0]],
-        }
-        text = ""
-        if placement == "device":
-            device_step[count, layers, steps] = took["median"]
-        else:
-            base = device_step[count, layers, 1]
-            whole = whole_step(count)
-            cost = took["median"] - base
-            row |= {
-                "cost_seconds": cost,
-                "share": cost / base,
-                "whole_step_seconds": whole,
-                "share_of_whole": cost / whole,
-                "share_of_whole_against_4_steps": (whole + cost) / whole_step(count, 4) - 1,
-            }
-            text = (
-                f"; costs {cost * 1e6:.0f} us, {cost / base:.1%} of this step, {cost / whole:.1%} of one of "
-                f"{LAYERS} layers ({whole * 1e3:.2f} ms), "
-                f"{row['share_of_whole_against_4_steps']:.1%} of one at 4 steps per launch"
-            )
-        out.append(row)
-        print(
-            f"{placement:22s} rows {count:3d} layers {layers:2d}, {steps} per launch: "
-            f"{took['median'] * 1e6:8.0f} us [{took['q1'] * 1e6:.0f}, {took['q3'] * 1e6:.0f}]{text}",
-            flush=True,
-        )
-        return row
-
-    def whole_step(count: int, steps: int = 1) -> float:
-        """The step of the released depth, by the difference that the stacks' layers make."""
-        long, short = (device_step[count, n * args.layers, steps] for n in (2, 1))
-        return long + (LAYERS / args.layers - 2) * (long - short)
-
-    for count in rows:
-        for steps in (1, 4):
-            measure("device", on_device, count, args.layers, steps)
-            measure("device", double, count, 2 * args.layers, steps)
-        row = measure("host", on_host, count, args.layers, 1)
-        bucket = on_host._bucket("decode", count, LONGEST // 64)
-        parts = Parts(on_host, bucket)
-        decode(on_host, requests(count, full.vocab_size, CONTEXT), CONTEXT, args.launches, 1)
-        row["parts"] = parts.finish()
-        hash = model.ngram_hashes[0]
-        windows = np.random.default_rng(1).integers(0, full.vocab_size, (100, count, full.ngram_size))
-        start = time.perf_counter()
-        found = [hash.window_rows_numpy(w) for w in windows]
-        middle = time.perf_counter()
-        for one in found:
-            host_table.gather(one)
-        row["parts"] |= {
-            "hash": (middle - start) / 100,
-            "gather": (time.perf_counter() - middle) / 100,
-        }
-        print(
-            "   ", ", ".join(f"{name} {took * 1e6:.0f} us" for name, took in row["parts"].items()), flush=True
-        )
-
-    arguments = {
-        layers: len(jax.tree.leaves(jax.eval_shape(lambda n=layers: _arrays(stack(full, n, 16), dtype))))
-        for layers in (args.layers, LAYERS)
-    }
-    launches = {layers: launch_seconds(count) for layers, count in arguments.items()}
-    print(
-        "launching as many arrays as a stack has: "
-        + ", ".join(f"{n} layers, {arguments[n]}: {s * 1e6:.0f} us" for n, s in launches.items())
+    on_host, two_programs = make_runner(model, most, 1), make_runner(model, most, 1)
+    first = model.layers_before_ngrams
+    two_programs._parts = DecodeParts(
+        model, two_programs._graph, two_programs._structure, [(0, first), (first, args.layers)]
     )
-
+    jax.block_until_ready(list(known.values()))
+    arrays = len(jax.tree.leaves((on_host._parameters, on_host._state)))
+    report(f"{arrays} arrays made")
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         path = Path(directory) / "table"
-        count = written(path, NgramHash.from_config(mapped, 0).rows, width, args.write_seconds)
+        with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
+            jobs = [pool.submit(compiled, r, n) for n in rows for r in (on_device, on_host)]
+            jobs += [pool.submit(compiled, two_programs, n) for n in in_two]
+            jobs.append(pool.submit(fill, codes))
+            write = pool.submit(
+                written, path, NgramHash.from_config(mapped, 0).rows, width, args.write_seconds
+            )
+            correct = pool.submit(check)
+            for job in jobs:
+                job.result()
+            file_rows = write.result()
+            report("compiled, tables filled")
+            if not correct.result():
+                print("the check failed; no times are printed")
+                return 1
         heads = (full.ngram_size - 1) * full.heads_per_ngram
-        base = min(mapped.ngram_vocab_size_base, math.floor(count / heads * 0.99))
-        config = dataclasses.replace(mapped, ngram_vocab_size_base=base)
-        hash = NgramHash.from_config(config, 0)
-        table_size["mmap"] = hash.rows * width
+        base = min(mapped.ngram_vocab_size_base, math.floor(file_rows / heads * 0.99))
+        hash = NgramHash.from_config(dataclasses.replace(mapped, ngram_vocab_size_base=base), 0)
+        table_size = {
+            "device": NgramHash.from_config(stored, 0).rows * width * jnp.dtype(dtype).itemsize,
+            "host": codes.nbytes,
+            "mmap": hash.rows * width,
+        }
+        out: list[dict[str, Any]] = []
+        device_step: dict[tuple[int, int], float] = {}
+
+        def measure(placement: str, runner: ModelRunner, count: int, steps: int, repeats: int) -> dict:
+            batch, position = requests(count, full.vocab_size, CONTEXT), CONTEXT
+            launches = max(2, args.launches // steps)
+            samples = []
+            for i in range(repeats + 1):
+                start = time.perf_counter()
+                decode(runner, batch, position, launches, steps)
+                if i:
+                    samples.append((time.perf_counter() - start) / launches / steps)
+                position += launches * steps
+            took = spread(samples)
+            row = {
+                "placement": placement,
+                "rows": count,
+                "steps_per_launch": steps,
+                "seconds": took,
+                "table_bytes": table_size[placement.split(",")[0]],
+            }
+            text = ""
+            if placement == "device":
+                device_step[count, steps] = took["median"]
+            else:
+                row |= {f"share_against_{n}": took["median"] / device_step[count, n] - 1 for n in (1, 4)}
+                text = (
+                    f"; costs {(took['median'] - device_step[count, 1]) * 1e6:.0f} us, "
+                    f"{row['share_against_1']:.1%} of a step with the table on the device, "
+                    f"{row['share_against_4']:.1%} at 4 steps per launch"
+                )
+            out.append(row)
+            print(
+                f"{placement:18s} rows {count:3d}, {steps} per launch: "
+                f"{took['median'] * 1e6:8.0f} us [{took['q1'] * 1e6:.0f}, {took['q3'] * 1e6:.0f}]{text}",
+                flush=True,
+            )
+            return row
+
+        def host_work(runner: ModelRunner, count: int) -> dict[str, float]:
+            """Medians of what the host does in a step, and of hashing and gathering alone."""
+            work = HostWork(runner, runner._bucket("decode", count, LONGEST // 64))
+            decode(runner, requests(count, full.vocab_size, CONTEXT), CONTEXT, args.launches, 1)
+            found = work.finish()
+            of_model = model.ngram_hashes[0]
+            windows = np.random.default_rng(1).integers(0, full.vocab_size, (100, count, full.ngram_size))
+            start = time.perf_counter()
+            indices = [of_model.window_rows_numpy(w) for w in windows]
+            middle = time.perf_counter()
+            for one in indices:
+                host_table.gather(one)
+            found |= {"hash": (middle - start) / 100, "gather": (time.perf_counter() - middle) / 100}
+            print("   ", ", ".join(f"{name} {took * 1e6:.0f} us" for name, took in found.items()), flush=True)
+            return found
+
+        for count in rows:
+            for steps in (1, 4):
+                measure("device", on_device, count, steps, args.repeats)
+            runners = {"host": on_host}
+            if count in in_two:
+                runners["host, two programs"] = two_programs
+            for placement, runner in runners.items():
+                row = measure(placement, runner, count, 1, args.repeats)
+                row["host_work"] = host_work(runner, count)
+
         for state in ("cold", "cold, random", "warm"):
-            for n in rows:
+            for count in rows:
                 if state != "warm":
                     drop_cache(path)
                 view: Any = np.memmap(path, np.uint8, "r", shape=(hash.rows, width))
@@ -388,23 +365,11 @@ def main() -> int:
                 if state == "warm":
                     view[:: max(1, 4096 // width)].max()
                 on_host._ngrams = NgramRows([hash], [float8_table(view, 128)], most + 1)
-                measure(f"mmap, {state}", on_host, n, args.layers, 1)
+                measure(f"mmap, {state}", on_host, count, 1, 2)
                 on_host._ngrams, view = None, None
-    print(f"{time.perf_counter() - started:.0f} s in all")
-    finish(
-        "ngram_placement",
-        out,
-        copy_bytes_per_second=bandwidth,
-        launch_seconds={str(n): s for n, s in launches.items()},
-        arguments={str(n): s for n, s in arguments.items()},
-    )
+    report("done")
+    finish("ngram_placement", out, copy_bytes_per_second=bandwidth, arrays=arrays)
     return 0
-
-
-def _arrays(config: Qwen4ExpConfig, dtype: Any):
-    """Parameters and state of a model, for counting."""
-    model = Qwen4Exp(config, dtype=dtype, rngs=nnx.Rngs(0), ngram_table="host")
-    return jax.tree.leaves(nnx.state(model, nnx.Param)), model.init_state(1, 1)
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 mixture of experts after each, n-gram embeddings on the way, and an MTP head."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jax
@@ -224,6 +224,27 @@ class Qwen4Exp(nnx.Module):
     def layers_before_ngrams(self) -> int:
         """Layers that can run before any n-gram row is needed."""
         return min(self.text_config.ple_layers, default=len(self.layers))
+
+    def uses(self, path: Sequence[Any], start: int, stop: int) -> bool:
+        """Whether layers start .. stop - 1 use the parameter at this path.
+
+        The embedding belongs to the first layer, the final mix and lm_head to the last.
+        """
+        ends = stop == len(self.layers)
+        match path[0]:
+            case "layers":
+                return start <= path[1] < stop
+            case "embed_tokens":
+                return start == 0 or (ends and self.text_config.tie_word_embeddings)
+            case name:
+                return ends and name in ("final_mix", "lm_head")
+
+    def caches_of(self, start: int, stop: int) -> tuple[int, ...]:
+        """Indices in a state of the caches that layers start .. stop - 1 use."""
+        ngrams = (
+            len(self.layers) + n for n, i in enumerate(self.text_config.ple_layers) if start <= i < stop
+        )
+        return (*range(start, stop), *ngrams)
 
     def run_layers(
         self,

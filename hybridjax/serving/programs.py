@@ -2,7 +2,7 @@
 
 Each program has the signature ``(parameters, DeviceState, int32 buffer, Extras) -> (StepOutput,
 DeviceState)``; the state is donated and comes back. One program exists per bucket of static shapes. Where
-the host looks n-grams up, a decode step is two programs (``decode_head``, ``decode_tail``).
+the host looks n-grams up, a decode step is several programs instead (decode_parts.py).
 """
 
 import dataclasses
@@ -147,8 +147,7 @@ def prefill_step(
     )
     hidden, caches = model.forward(batch, state.caches)
     logits = model.logits(hidden[batch.logit_rows])
-    tokens, out = _sample(logits, bucket, x, state.sampler, batch.slot, batch.context_length, x["emits"])
-    sampler = record_tokens(state.sampler, batch.slot, tokens, x["emits"])
+    out, sampler, _ = sample_rows(logits, bucket, x, state.sampler, batch, x["emits"])
     return jax.tree.map(lambda a: a[None], out), DeviceState(caches, sampler)
 
 
@@ -163,12 +162,9 @@ def decode_step(
     def step(i, carry):
         state, alive, out = carry
         active = alive & (i < x["steps"])
-        batch = _decode_batch(x, state, active, i)
+        batch = decode_batch(x, state, active, i)
         hidden, caches = model.forward(batch, state.caches)
-        tokens, new = _sample(
-            model.logits(hidden), bucket, x, state.sampler, batch.slot, batch.context_length, active
-        )
-        sampler = record_tokens(state.sampler, batch.slot, tokens, active)
+        new, sampler, tokens = sample_rows(model.logits(hidden), bucket, x, state.sampler, batch, active)
         out = jax.tree.map(lambda all_steps, one: all_steps.at[i].set(one), out, new)
         stopped = jnp.any(tokens[:, None] == x["stop_tokens"], axis=1)
         return DeviceState(caches, sampler), active & ~stopped, out
@@ -184,40 +180,7 @@ def decode_step(
     return out, state
 
 
-def decode_head(graph: Any, bucket: Bucket, parameters: Any, state: DeviceState, buffer: jax.Array):
-    """The part of one decode step that needs no n-gram rows: returns (streams, DeviceState)."""
-    model = nnx.merge(graph, parameters)
-    x = bucket.layout.unpack(buffer)
-    batch = _decode_batch(x, state, x["positions"] >= 0, 0)
-    streams, caches = model.run_layers(
-        model.embed(batch), batch, state.caches, stop=model.layers_before_ngrams
-    )
-    return streams, DeviceState(caches, state.sampler)
-
-
-def decode_tail(
-    graph: Any,
-    bucket: Bucket,
-    parameters: Any,
-    state: DeviceState,
-    buffer: jax.Array,
-    streams: jax.Array,
-    extras: Extras,
-):
-    """The rest of a decode step that ``decode_head`` has begun."""
-    model = nnx.merge(graph, parameters)
-    x = bucket.layout.unpack(buffer)
-    active = x["positions"] >= 0
-    batch = dataclasses.replace(_decode_batch(x, state, active, 0), ngram_rows=extras.ngram_rows)
-    streams, caches = model.run_layers(streams, batch, state.caches, start=model.layers_before_ngrams)
-    tokens, out = _sample(
-        model.logits(streams), bucket, x, state.sampler, batch.slot, batch.context_length, active
-    )
-    sampler = record_tokens(state.sampler, batch.slot, tokens, active)
-    return jax.tree.map(lambda a: a[None], out), DeviceState(caches, sampler)
-
-
-def _decode_batch(x: Mapping[str, jax.Array], state: DeviceState, active: jax.Array, i: Any) -> Batch:
+def decode_batch(x: Mapping[str, jax.Array], state: DeviceState, active: jax.Array, i: Any) -> Batch:
     """The batch of step i of a dispatch; rows that are not active are padding."""
     rows = active.shape[0]
     position = jnp.where(active, x["positions"] + i, -1)
@@ -238,14 +201,24 @@ def _decode_batch(x: Mapping[str, jax.Array], state: DeviceState, active: jax.Ar
     )
 
 
-def _sample(logits, bucket, x, sampler, slot, position, emits):
-    """Samples a token per row; returns them all, and the output that shows those of emitting rows."""
+def sample_rows(
+    logits: jax.Array,
+    bucket: Bucket,
+    x: Mapping[str, jax.Array],
+    sampler: SamplerState,
+    batch: Batch,
+    emits: jax.Array,
+) -> tuple[StepOutput, SamplerState, jax.Array]:
+    """Samples int32[B] tokens: the output, which shows those of emitting rows; what remembers them; all."""
     if bucket.vocab_limit is not None:
         logits = jnp.where(jnp.arange(logits.shape[-1]) < bucket.vocab_limit, logits, -jnp.inf)
     settings = SamplingRows(**{f.name: x[f.name] for f in dataclasses.fields(SamplingRows)})
-    tokens, logprobs = sample(logits, settings, sampler, slot, position, x["stop_tokens"], x["min_position"])
+    tokens, logprobs = sample(
+        logits, settings, sampler, batch.slot, batch.context_length, x["stop_tokens"], x["min_position"]
+    )
     shown = jnp.where(emits, tokens, -1)
-    return tokens, StepOutput(shown, logprobs.sampled, logprobs.top_ids, logprobs.top_logprobs)
+    out = StepOutput(shown, logprobs.sampled, logprobs.top_ids, logprobs.top_logprobs)
+    return out, record_tokens(sampler, batch.slot, tokens, emits), tokens
 
 
 STEPS = {"prefill": prefill_step, "decode": decode_step}

@@ -22,6 +22,7 @@ from hybridjax.configs import EngineConfig
 from hybridjax.ops.dispatch import override
 from hybridjax.ops.sampling import init_sampler_state, neutral_rows, reset_slot, seed_words
 from hybridjax.serving.api import MAX_LOGIT_BIAS
+from hybridjax.serving.decode_parts import DecodeParts
 from hybridjax.serving.image_features import ImageFeatures
 from hybridjax.serving.ngram_rows import NgramRows
 from hybridjax.serving.plan import NotLaunchedError, PrefillPlan, StepResult
@@ -31,8 +32,6 @@ from hybridjax.serving.programs import (
     DeviceState,
     Extras,
     StepOutput,
-    decode_head,
-    decode_tail,
 )
 from hybridjax.serving.request import Request
 from hybridjax.serving.sizing import PoolSizes, buckets, prefill_tiles
@@ -90,6 +89,7 @@ class ModelRunner:
         self._graph, parameters = nnx.split(model, nnx.Param)
         # Launches take a plain list: flattening nnx's containers costs more than launching a thousand arrays.
         self._parameters, self._structure = jax.tree.flatten(parameters)
+        self._parts = DecodeParts(model, self._graph, self._structure) if self._ngrams else None
         self._images = None
         if hasattr(model, "visual"):
             self._images = ImageFeatures(self._graph, parameters, model.config, model.dtype)
@@ -104,6 +104,8 @@ class ModelRunner:
             vocab_limit=vocab_limit,
         )
         self._programs: dict[Bucket, Any] = {}
+        # A launch that compiles may take minutes; the watchdog must know.
+        self.is_compiling = False
         self._reset = jax.jit(reset_slot, donate_argnums=0)
         if not config.skip_server_warmup:
             self._compile_all(progress)
@@ -128,18 +130,21 @@ class ModelRunner:
         try:
             prepare = self._prefill_inputs if isinstance(plan, PrefillPlan) else self._decode_inputs
             bucket, fields, extras = prepare(plan)
-            program = self._programs.get(bucket) or self._compile(bucket)
+            program = self._programs.get(bucket) or self._compile_late(bucket)
         except NotLaunchedError:
             raise
         except Exception as error:
             raise NotLaunchedError(f"the step could not be prepared: {error}") from error
         state, self._state = self._live_state(), None
         if self._ngrams is not None and not isinstance(plan, PrefillPlan):
-            head, tail = program
-            streams, state = head(self._parameters, state, fields[""])
-            # The head runs on the device while the host waits for the last tokens and looks rows up.
-            extras = Extras(ngram_rows=self._ngrams.decode(plan.rows, bucket.rows))
-            output, self._state = tail(self._parameters, state, fields[""], streams, extras)
+            assert self._parts is not None
+            output, self._state = self._parts.launch(
+                program,
+                self._parameters,
+                state,
+                fields[""],
+                functools.partial(self._ngrams.decode, plan.rows, bucket.rows),
+            )
         else:
             output, self._state = program(self._parameters, state, fields[""], extras)
         if self._ngrams is not None:
@@ -243,28 +248,28 @@ class ModelRunner:
             _fill_pages(fields, i, row.request, -(-(row.position + row.steps) // self.page_size))
         return bucket, fields, Extras()
 
+    def _compile_late(self, bucket: Bucket) -> Any:
+        self.is_compiling = True
+        try:
+            return self._compile(bucket)
+        finally:
+            self.is_compiling = False
+
     def _compile(self, bucket: Bucket) -> Any:
-        """The bucket's program, or the two of a decode step with tables on the host."""
+        """The bucket's program, or those of a decode step with tables on the host."""
         parameters, state = jax.tree.map(_abstract, (self._parameters, self._live_state()))
         buffer = jax.ShapeDtypeStruct((bucket.layout.size,), jnp.int32)
 
-        def on_list(step: Any) -> Any:
-            def run(leaves: Any, *inputs: Any) -> Any:
-                return step(self._graph, bucket, jax.tree.unflatten(self._structure, leaves), *inputs)
-
-            return run
-
-        def compiled(step: Any, *inputs: Any) -> Any:
-            program = jax.jit(on_list(step), donate_argnums=1)
-            return program.lower(parameters, state, *inputs).compile()
+        def run(leaves: Any, *inputs: Any) -> Any:
+            model = jax.tree.unflatten(self._structure, leaves)
+            return STEPS[bucket.mode](self._graph, bucket, model, *inputs)
 
         with override(self.config.implementation):
-            if bucket.mode == "decode" and self._ngrams is not None:
-                streams = jax.eval_shape(on_list(decode_head), parameters, state, buffer)[0]
-                rows = Extras(ngram_rows=self._ngrams.shapes(bucket.rows))
-                program = compiled(decode_head, buffer), compiled(decode_tail, buffer, streams, rows)
+            if bucket.mode == "decode" and self._parts is not None and self._ngrams is not None:
+                program = self._parts.compile(bucket, parameters, state, self._ngrams.shapes(bucket.rows))
             else:
-                program = compiled(STEPS[bucket.mode], buffer, self._extras(bucket))
+                step = jax.jit(run, donate_argnums=1)
+                program = step.lower(parameters, state, buffer, self._extras(bucket)).compile()
         self._programs[bucket] = program
         return program
 
