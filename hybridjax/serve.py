@@ -1,6 +1,7 @@
 """``python -m hybridjax.serve``: the OpenAI-compatible server."""
 
 import argparse
+import contextlib
 import dataclasses
 import json
 import logging
@@ -8,7 +9,8 @@ import os
 import shlex
 import socket
 import sys
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,17 +19,23 @@ from hybridjax.configs.serving import EngineConfig, ServerConfig, secret_fields
 from hybridjax.errors import ConfigError, HybridJaxError
 from hybridjax.serving.http.app import create_app
 from hybridjax.serving.http.server import HttpServer, listen, reserve
+from hybridjax.serving.watchdog import Watchdog
 
 logger = logging.getLogger("hybridjax.serve")
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
+# EX_TEMPFAIL: a supervisor shall start the server again.
+EXIT_HUNG = 75
+# Seconds for clients to be told that their requests have failed.
+LAST_WORDS = 2.0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serves until SIGTERM or SIGINT.
 
     Returns:
-      0 after a drain, 2 when a setting, the checkpoint or the port cannot work.
+      0 after a drain, 2 when a setting, the checkpoint or the port cannot work. A hung engine ends the
+      process with EXIT_HUNG.
     """
     parser = argparse.ArgumentParser(
         prog="python -m hybridjax.serve",
@@ -76,16 +84,38 @@ def run(config: ServerConfig, make_engine: Callable[[ServerConfig], Any]) -> int
     with reserve(config.host, config.port) as sock:
         tokenizer = _tokenizer_with_template(config) if config.chat_template else None
         engine = make_engine(config)
-        try:
-            tokenizer = tokenizer or engine.tokenizer
-            app = create_app(engine, tokenizer, config)
-            listen(sock)
-            name = config.served_model_name or engine.info.model_name
-            server = HttpServer(app, config, on_ready=lambda: _announce(sock, name, tokenizer, config))
-            server.run(sockets=[sock])
-        finally:
-            engine.shutdown()
+        with _watched(engine, config.watchdog_timeout):
+            try:
+                tokenizer = tokenizer or engine.tokenizer
+                app = create_app(engine, tokenizer, config)
+                listen(sock)
+                name = config.served_model_name or engine.info.model_name
+                server = HttpServer(app, config, on_ready=lambda: _announce(sock, name, tokenizer, config))
+                server.run(sockets=[sock])
+            finally:
+                engine.shutdown()
     return 0
+
+
+@contextlib.contextmanager
+def _watched(engine: Any, timeout: float) -> Iterator[None]:
+    """Ends the process when the engine hangs: nothing else gets a thread out of a device call."""
+    if not timeout:
+        yield
+        return
+
+    def end() -> None:
+        time.sleep(LAST_WORDS)
+        logger.critical("ending the process with status %d", EXIT_HUNG)
+        logging.shutdown()
+        os._exit(EXIT_HUNG)
+
+    watchdog = Watchdog(engine, timeout, end)
+    watchdog.start()
+    try:
+        yield
+    finally:
+        watchdog.stop()
 
 
 def _log_requests() -> None:

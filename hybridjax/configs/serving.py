@@ -55,6 +55,25 @@ class EngineConfig:
         0.85, "share of the device memory that weights and state pools may take together"
     )
     max_running_requests: int | None = flag(None, "requests that decode together")
+    schedule_policy: str = flag(
+        "fcfs",
+        "order of waiting requests: first come, first served, or longest cached prefix first",
+        choices=["fcfs", "lpm"],
+    )
+    enable_priority_scheduling: bool = flag(
+        False, "requests with a higher priority go first and may preempt others"
+    )
+    queue_timeout: float | None = flag(
+        None, "seconds after which a request that still waits for its first step is given up"
+    )
+    request_timeout: float | None = flag(
+        None, "seconds after which a request ends unfinished, if it names no shorter time itself"
+    )
+    max_prefill_share: float = flag(
+        0.5,
+        "share of the device's time that prompts may take while others decode, as far as prefill steps "
+        "can be made small enough; 1: prefill and decode steps just alternate",
+    )
     max_queued_requests: int = flag(1024, "requests that may wait; more are refused with HTTP 503")
     max_total_tokens: int | None = flag(None, "tokens that the K/V pools hold over all requests")
     chunked_prefill_size: int | None = flag(
@@ -112,6 +131,12 @@ class EngineConfig:
         )
         places = ("auto", "device", "host", "mmap")
         check(self.ple_offload in places, "ple_offload", self.ple_offload, "auto, device, host or mmap")
+        check(self.schedule_policy in ("fcfs", "lpm"), "schedule_policy", self.schedule_policy, "fcfs or lpm")
+        share = self.max_prefill_share
+        check(0.05 <= share <= 1, "max_prefill_share", share, "in 0.05..1")
+        for name in ("queue_timeout", "request_timeout"):
+            seconds = getattr(self, name)
+            check(seconds is None or seconds > 0, name, seconds, "above 0 seconds")
         check(0 <= self.random_seed < 2**31, "random_seed", self.random_seed, "in 0..2**31-1")
 
 
@@ -127,6 +152,10 @@ class ServerConfig(EngineConfig):
     drain_timeout: float = flag(30.0, "seconds that running requests get after SIGTERM")
     max_request_bytes: int = flag(16 * 2**20, "largest HTTP body; larger ones get HTTP 413")
     health_check_timeout: float = flag(20.0, "seconds that GET /health_generate waits for its token")
+    watchdog_timeout: float = flag(
+        300.0, "seconds without progress after which a hung engine ends the process (0: never)"
+    )
+    disable_web_page: bool = flag(False, "no page at /")
     enable_metrics: bool = flag(False, "answer GET /metrics for Prometheus")
     log_requests: bool = flag(False, "one line of JSON on stderr per finished request, without its text")
     sampling_defaults: str = flag(
@@ -149,6 +178,7 @@ class ServerConfig(EngineConfig):
         check(0 <= self.port < 65536, "port", self.port, "in 0..65535")
         check(self.drain_timeout >= 0, "drain_timeout", self.drain_timeout, "0 or more seconds")
         positive_int("max_request_bytes", self.max_request_bytes, most=2**40)
+        check(self.watchdog_timeout >= 0, "watchdog_timeout", self.watchdog_timeout, "0 or more seconds")
         timeout = self.health_check_timeout
         check(timeout > 0, "health_check_timeout", timeout, "above 0 seconds")
         known = ("model", "openai")

@@ -5,6 +5,7 @@ import atexit
 import dataclasses
 import functools
 import logging
+import math
 import queue
 import random
 import threading
@@ -148,6 +149,11 @@ class Engine:
             chunked_prefill_size=config.chunked_prefill_size or -1,
             num_decode_steps=min(config.num_continuous_decode_steps, runner.max_decode_steps),
             prefix_caching=not config.disable_radix_cache,
+            prefill_sizes=getattr(runner, "prefill_sizes", ()),
+            prefill_share=config.max_prefill_share,
+            policy=config.schedule_policy,
+            priorities=config.enable_priority_scheduling,
+            queue_timeout=config.queue_timeout,
             clock=clock,
         )
         self._loop = EngineLoop(
@@ -155,6 +161,7 @@ class Engine:
             runner,
             overlap=not config.disable_overlap_schedule,
             max_queued=config.max_queued_requests,
+            clock=clock,
         )
         self._loop.start()
         # A daemon thread inside a device call would crash an interpreter that forgot to shut down.
@@ -171,6 +178,15 @@ class Engine:
         return self._loop.is_healthy
 
     @property
+    def pulse(self) -> int | None:
+        """Changes whenever the engine gets on; see ``watchdog.Watched``."""
+        return self._loop.pulse
+
+    def give_up(self, why: str) -> None:
+        """Ends every request with an error although the engine hangs; see ``watchdog.Watched``."""
+        self._loop.give_up(why)
+
+    @property
     def stats(self) -> EngineStats:
         """How busy the engine is, as of its last step."""
         return self._loop.stats
@@ -183,10 +199,22 @@ class Engine:
         *,
         request_id: str | None = None,
         images: Sequence[np.ndarray] = (),
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
     ) -> str:
         """Queues a request and returns its id; see ``FrontDoor.submit``."""
         self._loop.check_accepts([request_id] if request_id is not None else [])
-        entry = self._entry(prompt, params, on_output, request_id, images)
+        entry = self._entry(
+            prompt,
+            params,
+            on_output,
+            request_id,
+            images,
+            priority=priority,
+            cache_salt=cache_salt,
+            deadline=self._deadline(timeout),
+        )
         self._loop.add([entry])
         return entry.request.request_id
 
@@ -270,6 +298,7 @@ class Engine:
         on_output: OnOutput,
         request_id: str | None,
         images: Sequence[np.ndarray] = (),
+        **scheduling: Any,
     ) -> Entry:
         """Checks a request and makes what the loop needs to run it."""
         if not isinstance(prompt, str):
@@ -293,6 +322,7 @@ class Engine:
             seed=self._next_seed(),
             arrival=self._clock(),
             images=prompt_images,
+            **scheduling,
         )
         text_source = None
         if self.tokenizer is not None:
@@ -310,6 +340,15 @@ class Engine:
                 code="images_not_supported",
             )
         return ids, None
+
+    def _deadline(self, timeout: float | None) -> float | None:
+        """When a request ends by its own or the operator's limit, on the engine's clock."""
+        if timeout is not None and not (type(timeout) in (int, float) and 0 < timeout < math.inf):
+            raise RequestError(
+                f"timeout is {timeout!r}; it must be a number of seconds above 0", param="timeout"
+            )
+        limits = [s for s in (timeout, self.config.request_timeout) if s is not None]
+        return self._clock() + min(limits) if limits else None
 
     def _next_seed(self) -> int:
         with self._seed_lock:

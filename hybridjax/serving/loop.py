@@ -67,6 +67,10 @@ class EngineLoop:
         self._stopping = False
         self._ended = False
         self._failed = False
+        # For the watchdog: how often the loop has got on, whether it waits for work, whether it was given up.
+        self._beats = 0
+        self._idle = False
+        self._given_up = False
         self._thread = threading.Thread(target=self._run, name="hybridjax-engine", daemon=True)
 
     def start(self) -> None:
@@ -77,6 +81,29 @@ class EngineLoop:
     def is_healthy(self) -> bool:
         """Whether new requests are taken."""
         return not self._stopping and not self._ended and self._thread.is_alive()
+
+    @property
+    def pulse(self) -> int | None:
+        """See watchdog.Watched."""
+        may_take_its_time = self._idle or self._ended or getattr(self._runner, "is_compiling", False)
+        return None if may_take_its_time or self._thread.ident is None else self._beats
+
+    def give_up(self, why: str) -> None:
+        """Ends every request with an error although the loop's thread hangs; it takes no more of them.
+
+        The thread is left to itself, and the scheduler and the runner with it.
+        """
+        with self._condition:
+            if self._ended:
+                return
+            self._stopping = self._ended = self._failed = self._given_up = True
+            entries, self._live = list(self._live.values()), {}
+            calls, self._calls = self._calls, []
+            self._condition.notify()
+        for entry in entries:
+            self._emit(entry, entry.processor.end("error", why))
+        for _, done in calls:
+            done.set_exception(EngineDeadError(why))
 
     @property
     def stats(self) -> EngineStats:
@@ -142,7 +169,8 @@ class EngineLoop:
         with self._condition:
             self._stopping = True
             self._condition.notify()
-        if threading.current_thread() is not self._thread and self._thread.ident is not None:
+        is_other = threading.current_thread() is not self._thread and self._thread.ident is not None
+        if is_other and not self._given_up:
             self._thread.join()
 
     def check_integrity(self) -> None:
@@ -157,6 +185,8 @@ class EngineLoop:
         """Runs ``call`` in the loop's thread, or here once the loop has ended; raises what it raises."""
         done: concurrent.futures.Future[None] = concurrent.futures.Future()
         with self._condition:
+            if self._given_up:
+                raise EngineDeadError("the engine hangs; its log says where")
             direct = self._ended or threading.current_thread() is self._thread
             if not direct:
                 self._calls.append((call, done))
@@ -169,6 +199,7 @@ class EngineLoop:
     def _run(self) -> None:
         try:
             while self._take():
+                self._beats += 1
                 self._step()
         except Exception:
             logger.exception("the engine has failed")
@@ -187,7 +218,9 @@ class EngineLoop:
                 or self._in_flight
                 or self._scheduler.has_work
             ):
+                self._idle = True
                 self._condition.wait()
+            self._idle = False
             if self._stopping:
                 return False
             inbox, self._inbox = self._inbox, []
@@ -221,6 +254,7 @@ class EngineLoop:
             for row in plan.rows:
                 if isinstance(row, PrefillRow) and row.start == row.request.cached:
                     self._runner.admit(row.request)
+            self._beats += 1
             handle = self._runner.launch(plan)
         except NotLaunchedError as error:
             logger.exception("a step could not be launched")
@@ -237,6 +271,7 @@ class EngineLoop:
 
     def _read_oldest(self) -> None:
         plan, handle = self._in_flight.popleft()
+        self._beats += 1
         try:
             result = self._runner.read(handle)
         except Exception:

@@ -171,6 +171,7 @@ class FakeEngine:
         )
         self.tokenizer: ByteTokenizer | None = ByteTokenizer()
         self.is_healthy = True
+        self.pulse: int | None = None
         self.stats = EngineStats()
         self.script: Callable[[Sequence[int], SamplingParams], Iterator[Any]] = alphabet
         self.submit_error: Exception | None = None
@@ -241,6 +242,14 @@ class FakeEngine:
 
     def flush_cache(self) -> None:
         self.flushes += 1
+
+    def give_up(self, why: str) -> None:
+        """Ends every request in the calling thread, as if the engine's own hung."""
+        with self._changed:
+            self.is_healthy, self.budget = False, 0
+            live = list(self.live.values())
+        for one in live:
+            self._emit(one, one._event(finish_reason="error", error=why))
 
     def shutdown(self) -> None:
         with self._changed:
