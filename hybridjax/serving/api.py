@@ -163,6 +163,7 @@ class RequestOutput:
       logprobs: one entry per new token if asked for.
       prompt_logprobs: in the first event with tokens, if asked for: one entry per prompt token, None for the
         first, which nothing predicts.
+      queue_seconds: from being accepted to first getting memory; None while it has not got any.
       error: for finish_reason "error", what went wrong.
     """
 
@@ -176,6 +177,7 @@ class RequestOutput:
     prompt_tokens: int = 0
     completion_tokens: int = 0
     cached_tokens: int = 0
+    queue_seconds: float | None = None
     error: str | None = None
 
 
@@ -235,6 +237,7 @@ class EngineStats:
       waiting: requests that do not yet.
       used_pages, total_pages: K/V pages that requests hold, and that there are.
       used_slots, total_slots: recurrent states, likewise.
+      preempted: how often a request had to give its memory back, in all.
     """
 
     running: int = 0
@@ -243,6 +246,7 @@ class EngineStats:
     total_pages: int = 0
     used_slots: int = 0
     total_slots: int = 0
+    preempted: int = 0
 
 
 Prompt = str | Sequence[int]

@@ -11,6 +11,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 from hybridjax.errors import EngineDeadError, HybridJaxError, QueueFullError, RequestError
@@ -48,14 +49,26 @@ class EngineLoop:
       runner: owned likewise; closed when the loop ends.
       overlap: launch a step before the previous one has been read.
       max_queued: requests that may wait for admission.
+      clock: seconds, for what steps take.
     """
 
-    def __init__(self, scheduler: Scheduler, runner: Runner, *, overlap: bool, max_queued: int):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        *,
+        overlap: bool,
+        max_queued: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
         self._scheduler = scheduler
         self._runner = runner
+        self._clock = clock
         self._depth = 1 if overlap else 0
         self._max_queued = max_queued
         self._in_flight: collections.deque[tuple[Plan, Handle]] = collections.deque()
+        # When the device had done the last step that was read, or had nothing to do.
+        self._device_since = 0.0
         self._pools_suspect = False
         # Shared between threads, guarded by the condition's lock.
         self._condition = threading.Condition()
@@ -110,7 +123,8 @@ class EngineLoop:
         """The scheduler's last snapshot, with what has arrived since; from any thread."""
         with self._condition:
             last, inbox = self._last_stats, len(self._inbox)
-        pages, slots = self._scheduler.pages.capacity, self._scheduler.slots.capacity
+        memory = self._scheduler.memory
+        pages, slots = memory.pages.capacity, memory.slots.capacity
         return EngineStats(
             running=last.prefilling + last.running,
             waiting=last.waiting + inbox,
@@ -118,6 +132,7 @@ class EngineLoop:
             total_pages=pages,
             used_slots=slots - last.free_slots,
             total_slots=slots,
+            preempted=last.preempted,
         )
 
     def check_accepts(self, request_ids: Sequence[str] = (), *, bounded: bool = True) -> None:
@@ -236,6 +251,10 @@ class EngineLoop:
 
     def _step(self) -> None:
         """Launches the next plan, if any, and reads the oldest step unless it can stay in flight."""
+        for request in self._scheduler.expired():
+            entry = self._live.get(request.request_id)
+            if entry is not None and entry.request is request:
+                self._end(entry, "timeout")
         plan = self._scheduler.next_plan()
         launched = plan is not None and self._launch(plan)
         if self._in_flight and (not launched or len(self._in_flight) > self._depth):
@@ -261,11 +280,16 @@ class EngineLoop:
             at_fault = error.requests or tuple(row.request for row in plan.rows)
             self._fail_requests(at_fault)
             rest = tuple(row for row in plan.rows if row.request not in at_fault)
-            return bool(rest) and self._launch(dataclasses.replace(plan, rows=rest))
+            if rest:
+                return self._launch(dataclasses.replace(plan, rows=rest))
+            self._scheduler.pace.cancelled()
+            return False
         except Exception:
             logger.exception("launching a step has failed")
             self._recover(earlier_steps_count=True)
             return False
+        if not self._in_flight:
+            self._device_since = self._clock()
         self._in_flight.append((plan, handle))
         return True
 
@@ -278,20 +302,23 @@ class EngineLoop:
             logger.exception("a step has failed")
             self._recover(earlier_steps_count=False)
             return
+        now = self._clock()
+        self._scheduler.pace.took(now - self._device_since)
+        self._device_since = now
         self._apply(plan, result)
 
     def _apply(self, plan: Plan, result: StepResult) -> None:
         """Hands each row's tokens to its request; rows of requests that have ended are dropped."""
         for column, row in enumerate(plan.rows):
             entry = self._live.get(row.request.request_id)
-            if entry is None or entry.request is not row.request:
+            if entry is None or entry.request is not row.request or not self._scheduler.is_current(row):
                 continue
             try:
                 self._scheduler.confirm(row)
-                if isinstance(row, PrefillRow):
-                    event = entry.processor.push(result, column, 1) if row.is_last else None
-                else:
-                    event = entry.processor.push(result, column, row.steps)
+                steps = int(row.is_last) if isinstance(row, PrefillRow) else row.steps
+                known, event = len(row.forced), None
+                if known < steps:
+                    event = entry.processor.push(result, column, steps, known)
             except Exception as error:
                 logger.exception("request %s has failed", row.request.request_id)
                 message = str(error) if isinstance(error, HybridJaxError) else "internal error"
@@ -353,6 +380,7 @@ class EngineLoop:
                 self._apply(plan, result)
         self._fail_requests(self._scheduler.admitted)
         self._scheduler.flush_cache()
+        self._scheduler.pace.forget_steps()
         if not self._runner.recover():
             raise EngineDeadError("the runner cannot go on after a failed step")
 

@@ -96,10 +96,11 @@ class OutputProcessor:
     def completion_tokens(self) -> int:
         return self._count
 
-    def push(self, result: StepResult, column: int, steps: int) -> RequestOutput:
-        """Processes up to ``steps`` sampled tokens in a column of a result; tokens after a stop are dropped.
+    def push(self, result: StepResult, column: int, steps: int, first: int = 0) -> RequestOutput:
+        """Processes the sampled tokens of steps ``first`` .. ``steps`` - 1 in a column of a result.
 
-        The returned event's ``finish_reason`` says whether the request has ended.
+        Tokens after a stop are dropped; the others are added to the request's ``output``. The returned
+        event's ``finish_reason`` says whether the request has ended.
 
         Raises:
           HybridJaxError: the device sampled from logits that are not finite, or left the row early.
@@ -110,10 +111,11 @@ class OutputProcessor:
         pieces: list[str] = []
         reason: FinishReason | None = None
         stop_reason: int | str | None = None
-        for step in range(steps):
+        for step in range(first, steps):
             token = int(result.tokens[step, column])
             self._check_sampled(token, float(result.logprobs[step, column]))
             tokens.append(token)
+            self._request.output.append(token)
             if self._request.params.logprobs is not None:
                 logprobs.append(_token_logprob(result, step, column, self._request.params.logprobs))
             text, reason, stop_reason = self._accept(token)
@@ -123,11 +125,11 @@ class OutputProcessor:
         return self._event(tokens, "".join(pieces), reason, stop_reason, logprobs)
 
     def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
-        """The last event of a request that ends without a token of its own, for abort and error.
+        """The last event of a request that ends without a token of its own: abort, timeout or error.
 
-        An aborted request's text that was held back is handed out.
+        Text that was held back is handed out, except after an error.
         """
-        text = self._stops.flush() if reason == "abort" else ""
+        text = self._stops.flush() if reason != "error" else ""
         return self._event([], text, reason, None, [], error)
 
     def _accept(self, token: int) -> tuple[str, FinishReason | None, int | str | None]:
@@ -180,7 +182,8 @@ class OutputProcessor:
             logprobs=None if self._request.params.logprobs is None else tuple(logprobs),
             prompt_tokens=self._request.prompt_length,
             completion_tokens=self._count,
-            cached_tokens=self._request.cached,
+            cached_tokens=self._request.cached_tokens,
+            queue_seconds=self._request.queue_seconds,
             error=error,
         )
 

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from hybridjax.batch import TILE
 from hybridjax.errors import HybridJaxError
 from hybridjax.serving.request import Request
 
@@ -36,6 +37,8 @@ class PrefillRow:
         that is only read; irrelevant at position 0.
       snapshots: (position, slot) pairs: the state after the tokens before ``position``, a multiple of
         64 in (start, end], is also written to that slot.
+      forced: the token to take instead of the sampled one, as far as it is known; see DecodeRow.
+      epoch: the request's when the step was planned.
     """
 
     request: Request
@@ -44,11 +47,18 @@ class PrefillRow:
     is_last: bool
     initial_slot: int = 0
     snapshots: tuple[tuple[int, int], ...] = ()
+    forced: tuple[int, ...] = ()
+    epoch: int = 0
 
     def __post_init__(self):
         length = self.request.prompt_length
         if not 0 <= self.start < self.end <= length or self.is_last != (self.end == length):
             raise ValueError(f"chunk [{self.start}, {self.end}), is_last={self.is_last}, prompt of {length}")
+
+    @property
+    def tiles(self) -> int:
+        """64-row tiles that the chunk takes."""
+        return -(-(self.end - self.start) // TILE)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,11 +80,16 @@ class DecodeRow:
       position: position of the token being fed (the slot's last token on the device), which is the
         number of tokens already in the caches.
       steps: how many of the dispatch's steps this row may run, 1..num_steps.
+      forced: what the first of these steps generate whatever they sample: tokens that were read before the
+        request was preempted.
+      epoch: the request's when the step was planned.
     """
 
     request: Request
     position: int
     steps: int
+    forced: tuple[int, ...] = ()
+    epoch: int = 0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -114,6 +129,7 @@ class Runner(Protocol):
       max_decode_rows: rows of the largest decode bucket.
       max_decode_steps: most steps of a decode dispatch.
       max_prefill_tiles: 64-row tiles of the largest prefill bucket.
+      prefill_sizes: tiles of all prefill buckets, ascending (optional).
       context_length: longest prompt + completion.
     """
 

@@ -19,6 +19,8 @@ class PagePool:
         if num_pages < 2:
             raise PoolError(f"a page pool needs at least 2 pages, page 0 is nobody's; got {num_pages}")
         self._references = [0] * num_pages
+        self._cached = [False] * num_pages
+        self._num_idle = 0
         self._free = list(range(num_pages - 1, 0, -1))
 
     @property
@@ -31,9 +33,39 @@ class PagePool:
         """Pages that nobody holds."""
         return len(self._free)
 
+    @property
+    def num_idle(self) -> int:
+        """Cached pages (see ``cache``) that nobody else holds."""
+        return self._num_idle
+
     def references(self, page: int) -> int:
         """How many holders a page has, 0 if it is free."""
         return self._references[page]
+
+    def cache(self, page: int) -> None:
+        """Adds the prefix cache's reference, of which a page has at most one.
+
+        Raises:
+          PoolError: the page is not held or has one already; nothing has been changed.
+        """
+        self._check_held([page])
+        if self._cached[page]:
+            raise PoolError(f"page {page} is cached already")
+        self._cached[page] = True
+        self._references[page] += 1
+
+    def uncache(self, page: int) -> None:
+        """Drops the prefix cache's reference.
+
+        Raises:
+          PoolError: the page has none; nothing has been changed.
+        """
+        self._check_held([page])
+        if not self._cached[page]:
+            raise PoolError(f"page {page} is not cached")
+        self._cached[page] = False
+        self._num_idle -= self._references[page] == 1
+        self._drop(page)
 
     def allocate(self, count: int) -> list[int] | None:
         """Hands out ``count`` distinct free pages with one reference each, or None if there are fewer.
@@ -58,20 +90,24 @@ class PagePool:
         pages = list(pages)
         self._check_held(pages)
         for page in pages:
+            self._num_idle -= self._cached[page] and self._references[page] == 1
             self._references[page] += 1
 
     def release(self, pages: Iterable[int]) -> None:
         """Drops one reference to each of the pages; those without any left are free again.
 
         Raises:
-          PoolError: a page is not held (a double free), or named twice; nothing has been changed.
+          PoolError: a page is not held (a double free), held by the cache only, or named twice; nothing has
+            been changed.
         """
         pages = list(pages)
         self._check_held(pages)
         for page in pages:
-            self._references[page] -= 1
-            if self._references[page] == 0:
-                self._free.append(page)
+            if self._cached[page] and self._references[page] == 1:
+                raise PoolError(f"page {page} is held by the prefix cache only")
+        for page in pages:
+            self._drop(page)
+            self._num_idle += self._cached[page] and self._references[page] == 1
 
     def check_integrity(self) -> None:
         """Raises PoolError unless every page is either free or held. Modifies nothing."""
@@ -84,6 +120,16 @@ class PagePool:
             expected_free = page != 0 and references == 0
             if references < 0 or (page == 0 and references) or (page in free) != expected_free:
                 raise PoolError(f"page {page} has {references} references, free: {page in free}")
+            if self._cached[page] and not references:
+                raise PoolError(f"page {page} is cached but not held")
+        idle = sum(cached and n == 1 for cached, n in zip(self._cached, self._references))
+        if idle != self._num_idle:
+            raise PoolError(f"{idle} pages are held by the cache only, not {self._num_idle}")
+
+    def _drop(self, page: int) -> None:
+        self._references[page] -= 1
+        if self._references[page] == 0:
+            self._free.append(page)
 
     def _check_held(self, pages: Sequence[int]) -> None:
         if len(set(pages)) != len(pages):

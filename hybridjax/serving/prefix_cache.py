@@ -81,20 +81,28 @@ class PrefixCache:
     @property
     def num_evictable_pages(self) -> int:
         """Pages that nobody else holds; a few more than can be freed now where requests hold deeper ones."""
-        return sum(self._pages.references(node.page) == 1 for node in self._nodes())
+        return self._pages.num_idle
 
     @property
     def num_snapshots(self) -> int:
         """Slots that the cache holds."""
         return len(self._snapshots)
 
-    def match(self, prompt: np.ndarray) -> Match:
+    def cached_tokens(self, prompt: np.ndarray, salt: bytes = b"") -> int:
+        """What ``match`` would find. Modifies nothing."""
+        path = self._walk(prompt, (len(prompt) - 1) // self._page_size, salt)
+        depth = max((i + 1 for i, node in enumerate(path) if node.snapshot), default=0)
+        return depth * self._page_size
+
+    def match(self, prompt: np.ndarray, salt: bytes = b"") -> Match:
         """The deepest known state of a proper prefix of ``prompt`` (int[n], see Request.cache_ids).
+
+        Only prefixes that were inserted with the same salt are found.
 
         Marks what it finds as used and locks the snapshot against eviction until ``unlock``. The
         caller takes its own references to the pages before it allocates anything.
         """
-        path = list(self._walk(prompt, (len(prompt) - 1) // self._page_size))
+        path = list(self._walk(prompt, (len(prompt) - 1) // self._page_size, salt))
         depth = max((i + 1 for i, node in enumerate(path) if node.snapshot), default=0)
         branch = len(path) * self._page_size
         if path:
@@ -114,29 +122,35 @@ class PrefixCache:
             node.locks -= 1
         self._locked.clear()
 
-    def insert(self, prompt: np.ndarray, pages: list[int], tokens: int) -> None:
+    def insert(self, prompt: np.ndarray, pages: list[int], tokens: int, salt: bytes = b"") -> None:
         """Adds the full pages of the first ``tokens`` tokens, which must have been computed.
 
-        Takes a reference to each page that was not known; where a node exists it keeps its own page.
+        Takes a reference to each page that was not known. Where a node exists it keeps its own page, unless
+        nobody else holds that: then the equal page of the request takes its place, which frees one and lets
+        no request pin pages that it does not hold.
         """
         node = self._root
         for i in range(tokens // self._page_size):
-            key = self._key(prompt, i)
+            key = self._key(prompt, i, salt)
             child = node.children.get(key)
             if child is None:
-                self._pages.share([pages[i]])
+                self._pages.cache(pages[i])
                 child = node.children[key] = _Node(key, node, pages[i])
                 self._num_nodes += 1
+            elif child.page != pages[i] and self._pages.references(child.page) == 1:
+                self._pages.cache(pages[i])
+                self._pages.uncache(child.page)
+                child.page = pages[i]
             node = child
         if node is not self._root:
             self._touch(node)
 
-    def attach(self, prompt: np.ndarray, tokens: int, slot: int) -> bool:
+    def attach(self, prompt: np.ndarray, tokens: int, slot: int, salt: bytes = b"") -> bool:
         """Gives the node after ``tokens`` tokens its snapshot; takes over the slot if it returns True.
 
         False if the node is not known or has one already: the slot stays the caller's.
         """
-        path = list(self._walk(prompt, tokens // self._page_size))
+        path = list(self._walk(prompt, tokens // self._page_size, salt))
         if tokens % self._page_size or not tokens or len(path) * self._page_size < tokens:
             return False
         node = path[-1]
@@ -146,9 +160,9 @@ class PrefixCache:
         self._snapshots[node] = None
         return True
 
-    def has_snapshot(self, prompt: np.ndarray, tokens: int) -> bool:
+    def has_snapshot(self, prompt: np.ndarray, tokens: int, salt: bytes = b"") -> bool:
         """Whether the state after the first ``tokens`` tokens is known. Modifies nothing."""
-        path = list(self._walk(prompt, tokens // self._page_size))
+        path = list(self._walk(prompt, tokens // self._page_size, salt))
         return len(path) * self._page_size == tokens and bool(path) and bool(path[-1].snapshot)
 
     def evict_pages(self, count: int) -> int:
@@ -185,7 +199,7 @@ class PrefixCache:
         for node in list(self._nodes()):
             if node.snapshot:
                 self._drop_snapshot(node)
-            self._pages.release([node.page])
+            self._pages.uncache(node.page)
             node.parent = None
         self._root.children.clear()
         self._leaves.clear()
@@ -219,15 +233,17 @@ class PrefixCache:
         if any(node.locks for node in nodes if node not in self._locked):
             raise PoolError("a node of the prefix cache is locked by nobody")
 
-    def _key(self, prompt: np.ndarray, index: int) -> bytes:
+    def _key(self, prompt: np.ndarray, index: int, salt: bytes) -> bytes:
+        """A page's tokens; the salt goes into the first page's key, so that it divides whole trees."""
         page = prompt[index * self._page_size : (index + 1) * self._page_size]
-        return page.astype(np.int64, copy=False).tobytes()
+        tokens = page.astype(np.int64, copy=False).tobytes()
+        return tokens if index else salt + tokens
 
-    def _walk(self, prompt: np.ndarray, depth: int) -> Iterator[_Node]:
+    def _walk(self, prompt: np.ndarray, depth: int, salt: bytes) -> Iterator[_Node]:
         """The known nodes along the prompt's first ``depth`` pages."""
         node = self._root
         for i in range(depth):
-            child = node.children.get(self._key(prompt, i))
+            child = node.children.get(self._key(prompt, i, salt))
             if child is None:
                 return
             yield child
@@ -258,7 +274,7 @@ class PrefixCache:
         del parent.children[node.key]
         node.parent = None
         self._num_nodes -= 1
-        self._pages.release([node.page])
+        self._pages.uncache(node.page)
         if parent is not self._root and not parent.children:
             parent.last_used = max(parent.last_used, node.last_used)
             heapq.heappush(self._leaves, (parent.last_used, next(self._serial), parent))

@@ -101,10 +101,10 @@ class Bucket:
             own = (Field("positions", (rows,)), Field("steps", (rows,)), Field("num_steps", ()))
             if self.images:
                 own += (Field("rope_delta", (rows,)),)
-        return Layout((*own, *_shared_fields(rows, self.pages)))
+        return Layout((*own, *_shared_fields(rows, self.pages, self.steps)))
 
 
-def _shared_fields(rows: int, pages: int) -> tuple[Field, ...]:
+def _shared_fields(rows: int, pages: int, steps: int) -> tuple[Field, ...]:
     sampling = {
         "top_k": "int32",
         "seed": "uint32",
@@ -116,6 +116,7 @@ def _shared_fields(rows: int, pages: int) -> tuple[Field, ...]:
         Field("page_table", (rows, pages)),
         Field("stop_tokens", (rows, MAX_DEVICE_STOP_TOKENS)),
         Field("min_position", (rows,)),
+        Field("forced", (rows, steps)),
         *(
             Field(f.name, (rows, 2) if f.name == "seed" else (rows,), sampling.get(f.name, "float32"))
             for f in dataclasses.fields(SamplingRows)
@@ -164,7 +165,8 @@ def decode_step(
         active = alive & (i < x["steps"])
         batch = decode_batch(x, state, active, i)
         hidden, caches = model.forward(batch, state.caches)
-        new, sampler, tokens = sample_rows(model.logits(hidden), bucket, x, state.sampler, batch, active)
+        logits = model.logits(hidden)
+        new, sampler, tokens = sample_rows(logits, bucket, x, state.sampler, batch, active, step=i)
         out = jax.tree.map(lambda all_steps, one: all_steps.at[i].set(one), out, new)
         stopped = jnp.any(tokens[:, None] == x["stop_tokens"], axis=1)
         return DeviceState(caches, sampler), active & ~stopped, out
@@ -208,14 +210,19 @@ def sample_rows(
     sampler: SamplerState,
     batch: Batch,
     emits: jax.Array,
+    step: Any = 0,
 ) -> tuple[StepOutput, SamplerState, jax.Array]:
-    """Samples int32[B] tokens: the output, which shows those of emitting rows; what remembers them; all."""
+    """Samples int32[B] tokens: the output, which shows those of emitting rows; what remembers them; all.
+
+    Where the dispatch's ``forced`` has a token for ``step``, it takes the place of the sampled one.
+    """
     if bucket.vocab_limit is not None:
         logits = jnp.where(jnp.arange(logits.shape[-1]) < bucket.vocab_limit, logits, -jnp.inf)
     settings = SamplingRows(**{f.name: x[f.name] for f in dataclasses.fields(SamplingRows)})
     tokens, logprobs = sample(
         logits, settings, sampler, batch.slot, batch.context_length, x["stop_tokens"], x["min_position"]
     )
+    tokens = jnp.where(x["forced"][:, step] >= 0, x["forced"][:, step], tokens)
     shown = jnp.where(emits, tokens, -1)
     out = StepOutput(shown, logprobs.sampled, logprobs.top_ids, logprobs.top_logprobs)
     return out, record_tokens(sampler, batch.slot, tokens, emits), tokens

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Collection, Sequence
+from typing import Any
 
 import numpy as np
 
@@ -9,6 +10,9 @@ from hybridjax.errors import RequestError
 from hybridjax.ops.sampling import MAX_DEVICE_STOP_TOKENS
 from hybridjax.serving.api import FinishReason, SamplingParams
 from hybridjax.serving.prompt_images import PromptImages
+
+MAX_PRIORITY = 1000
+MAX_CACHE_SALT = 256
 
 
 @dataclasses.dataclass(eq=False)
@@ -22,6 +26,10 @@ class Request:
     It waits while it has no slot, is in prefill while ``scheduled < prompt_length``, and may decode
     from then on, even before its first token has been read, until ``scheduled == limit``.
 
+    Preempted, it waits again with all lengths 0 but keeps ``output``. Its prompt is then prefilled anew
+    and the tokens that are known are fed through the decode steps that follow (see DecodeRow.forced): the
+    same programs see the same tokens, so every state is what it was.
+
     Attributes:
       prompt_ids: int32[prompt_length], read-only.
       max_tokens: tokens to generate at most, resolved against the context.
@@ -31,10 +39,18 @@ class Request:
         the prompt is being computed.
       stop_tokens: every token id that ends it, eos_tokens first, without repetitions.
       arrival: when it was accepted, on the engine's clock.
-      cached: tokens that were taken from the prefix cache.
+      deadline: when it ends unfinished, on the same clock; None: never.
+      priority: higher goes first, where the scheduler looks at it.
+      cache_salt: cached prefixes are shared among equal ones only.
+      matcher: the state of its grammar (hybridjax/structured), None for none.
+      output: generated tokens that have been read.
+      epoch: how often it has been preempted; steps launched in an earlier epoch do not count.
+      admitted: when it first got a slot, on the engine's clock; None while it never had one.
+      cached_tokens: tokens that were taken from the prefix cache at the first admission.
+      cached: likewise at the last one; what the request starts from.
       computed: tokens in the caches according to results that have been read.
       scheduled: tokens in the caches once every launched step has run.
-      pages: page ids in order of position, reserved for prompt and completion together.
+      pages: page ids in order of position: for the prompt and as far as decode steps were launched.
       slot: state slot, 0 for none.
       restore_slot: slot with the state after the cached tokens, read by the first prefill step; 0 for none.
       snapshots: positions after which the state shall be kept, ascending, still to be passed.
@@ -51,6 +67,14 @@ class Request:
     arrival: float = 0.0
     images: PromptImages | None = None
     features: np.ndarray | None = None
+    deadline: float | None = None
+    priority: int = 0
+    cache_salt: bytes = b""
+    matcher: Any = None
+    output: list[int] = dataclasses.field(default_factory=list)
+    epoch: int = 0
+    admitted: float | None = None
+    cached_tokens: int = 0
     stop_tokens: tuple[int, ...] = dataclasses.field(init=False)
     cached: int = 0
     computed: int = 0
@@ -69,6 +93,11 @@ class Request:
     @property
     def prompt_length(self) -> int:
         return len(self.prompt_ids)
+
+    @property
+    def queue_seconds(self) -> float | None:
+        """How long it waited for its first slot; None while it does."""
+        return None if self.admitted is None else self.admitted - self.arrival
 
     @property
     def cache_ids(self) -> np.ndarray:
@@ -110,6 +139,16 @@ class Request:
         """Pages for the whole prompt and the whole completion."""
         return -(-(self.prompt_length + self.max_tokens) // page_size)
 
+    @property
+    def known_length(self) -> int:
+        """Tokens of prompt and completion that are known."""
+        return self.prompt_length + len(self.output)
+
+    def known_tokens(self, position: int, steps: int) -> tuple[int, ...]:
+        """What ``steps`` decode steps from ``position`` on are known to generate, as far as it is known."""
+        first = position + 1 - self.prompt_length
+        return tuple(self.output[first : first + steps])
+
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
@@ -134,6 +173,9 @@ def make_request(
     seed: int,
     arrival: float = 0.0,
     images: PromptImages | None = None,
+    deadline: float | None = None,
+    priority: int = 0,
+    cache_salt: str | None = None,
 ) -> Request:
     """Checks a prompt and its settings and resolves what they leave open.
 
@@ -173,6 +215,9 @@ def make_request(
         eos_tokens=() if params.ignore_eos else limits.eos_tokens,
         arrival=arrival,
         images=images,
+        deadline=deadline,
+        priority=_checked_priority(priority),
+        cache_salt=_checked_salt(cache_salt),
     )
     if params.min_tokens > 0 and len(request.stop_tokens) > MAX_DEVICE_STOP_TOKENS:
         raise RequestError(
@@ -200,6 +245,25 @@ def _checked_prompt(prompt_ids: Sequence[int] | np.ndarray, limits: Limits) -> n
             param="prompt",
         )
     return np.array(ids, np.int32)
+
+
+def _checked_priority(priority: int) -> int:
+    if type(priority) is not int or not -MAX_PRIORITY <= priority <= MAX_PRIORITY:
+        raise RequestError(
+            f"priority is {priority!r}; it must be a whole number between {-MAX_PRIORITY} and {MAX_PRIORITY}",
+            param="priority",
+        )
+    return priority
+
+
+def _checked_salt(salt: str | None) -> bytes:
+    if salt is None:
+        return b""
+    if not isinstance(salt, str) or not 0 < len(salt) <= MAX_CACHE_SALT:
+        raise RequestError(
+            f"cache_salt must be a string of 1 to {MAX_CACHE_SALT} characters", param="cache_salt"
+        )
+    return salt.encode("utf-8", "surrogatepass")
 
 
 def _check_in_vocabulary(tokens: Collection[int], name: str, vocab_size: int) -> None:

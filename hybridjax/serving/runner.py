@@ -7,7 +7,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +25,7 @@ from hybridjax.serving.api import MAX_LOGIT_BIAS
 from hybridjax.serving.decode_parts import DecodeParts
 from hybridjax.serving.image_features import ImageFeatures
 from hybridjax.serving.ngram_rows import NgramRows
-from hybridjax.serving.plan import NotLaunchedError, PrefillPlan, StepResult
+from hybridjax.serving.plan import DecodeRow, NotLaunchedError, PrefillPlan, PrefillRow, StepResult
 from hybridjax.serving.programs import (
     STEPS,
     Bucket,
@@ -103,6 +103,7 @@ class ModelRunner:
             images=self._images is not None,
             vocab_limit=vocab_limit,
         )
+        self.prefill_sizes = tuple(sorted({b.rows for b in self._buckets if b.mode == "prefill"}))
         self._programs: dict[Bucket, Any] = {}
         # A launch that compiles may take minutes; the watchdog must know.
         self.is_compiling = False
@@ -210,7 +211,7 @@ class ModelRunner:
         pages = max(-(-row.end // self.page_size) for row in plan.rows)
         bucket = self._bucket("prefill", sum(tiles), pages)
         fields = bucket.layout.empty()
-        _fill_sampling(fields, [row.request for row in plan.rows])
+        _fill_sampling(fields, plan.rows)
         fields["positions"][:] = -1
         fields["tile_sequence"][sum(tiles) :] = bucket.rows - 1
         first, begins = 0, []
@@ -237,7 +238,7 @@ class ModelRunner:
         pages = max(-(-(row.position + row.steps) // self.page_size) for row in plan.rows)
         bucket = self._bucket("decode", len(plan.rows), pages)
         fields = bucket.layout.empty()
-        _fill_sampling(fields, [row.request for row in plan.rows])
+        _fill_sampling(fields, plan.rows)
         fields["positions"][:] = -1
         fields["num_steps"][...] = plan.num_steps
         for i, row in enumerate(plan.rows):
@@ -318,16 +319,19 @@ def _fill_pages(fields: dict[str, np.ndarray], row: int, request: Request, count
     fields["page_table"][row, :count] = request.pages[:count]
 
 
-def _fill_sampling(fields: dict[str, np.ndarray], requests: list[Request]) -> None:
+def _fill_sampling(fields: dict[str, np.ndarray], rows: Sequence[PrefillRow | DecodeRow]) -> None:
     """Slots, stop tokens and sampling settings of each row; neutral settings for padding."""
     for name, value in _neutral(len(fields["slot"])).items():
         fields[name][:] = value
     fields["stop_tokens"][:] = -1
-    for i, request in enumerate(requests):
+    fields["forced"][:] = -1
+    for i, row in enumerate(rows):
         try:
-            _fill_row(fields, i, request)
+            _fill_row(fields, i, row.request)
         except Exception as error:
-            raise NotLaunchedError(f"settings that the device cannot take: {error}", [request]) from error
+            message = f"settings that the device cannot take: {error}"
+            raise NotLaunchedError(message, [row.request]) from error
+        fields["forced"][i, : len(row.forced)] = row.forced
 
 
 def _fill_row(fields: dict[str, np.ndarray], i: int, request: Request) -> None:

@@ -1,9 +1,13 @@
 """From queues and pools to the next plan. Plain Python without a device, driven by one thread.
 
-First come, first served. A request is admitted when a slot and the pages for its whole prompt and
-completion are free, so a running request never waits for memory; nobody overtakes a request that
-does not fit yet. Prefill and decode steps alternate while there is work for both, which bounds how
-long a prompt can hold up the running requests.
+A request is admitted when a slot and the pages for its prompt (and for what is known of its completion)
+are free; decode steps take further pages as they need them. When there are none left, the least important
+request, the last that came, is *preempted*: it gives everything back and waits at its old place. The most
+important one can always go on, so everything ends.
+
+Prefill and decode steps alternate while there is work for both, with prefill bounded in time (pacing.py).
+A prompt that takes more than half a prefill step does not hold up shorter ones: they share the step, and
+of long prompts one is computed at a time. Nobody overtakes a request that does not fit yet.
 
 With a prefix cache, an admitted request starts behind the longest prefix whose state is known, and
 leaves its own prompt's pages and some snapshots of its state to later ones; pages and snapshots that
@@ -15,16 +19,27 @@ Lengths advance twice, because a step is launched before the previous one has be
 
 import collections
 import dataclasses
+import heapq
+import itertools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from hybridjax.batch import TILE
 from hybridjax.serving.api import FinishReason
+from hybridjax.serving.memory import StateMemory
+from hybridjax.serving.pacing import Pace
 from hybridjax.serving.plan import DecodePlan, DecodeRow, Plan, PrefillPlan, PrefillRow
-from hybridjax.serving.pools import PagePool, PoolError, SlotPool
-from hybridjax.serving.prefix_cache import Match, PrefixCache
+from hybridjax.serving.pools import PoolError
+from hybridjax.serving.prefix_cache import Match
 from hybridjax.serving.request import Request
+from hybridjax.serving.waiting import WaitingQueue
+
+# Pages per decoding request that an admission leaves free, also after a preemption until a request ends:
+# without them the newcomer would soon be preempted.
+_SPARE, _SPARE_UNDER_PRESSURE = 1, 4
+# Waiting requests among which one is looked for that may overtake a long prompt.
+_OVERTAKERS = 64
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,6 +52,7 @@ class SchedulerStats:
     free_pages: int
     free_slots: int
     longest_wait: float
+    preempted: int = 0
 
 
 class Scheduler:
@@ -48,9 +64,14 @@ class Scheduler:
       max_running: requests that are admitted at a time.
       max_prefill_tiles: 64-row tiles of the largest prefill step.
       chunked_prefill_size: tokens of a prefill step, rounded to pages and tiles; -1: as many as fit.
+      prefill_sizes: tiles of the compiled prefill shapes, ascending; default: only the largest.
+      prefill_share: of the device's time while requests decode, in (0, 1]; see pacing.Pace.
       num_decode_steps: most steps per decode dispatch.
       prefix_caching: keep the state of finished prompts for later ones.
       snapshot_interval: tokens between the snapshots along a long prompt, a multiple of pages and tiles.
+      policy, priorities: see WaitingQueue. With priorities, a request also preempts less important ones
+        to be admitted.
+      queue_timeout: seconds after which a request that was never admitted expires; None: never.
       clock: seconds, only differences matter.
     """
 
@@ -63,15 +84,18 @@ class Scheduler:
         max_running: int,
         max_prefill_tiles: int,
         chunked_prefill_size: int = -1,
+        prefill_sizes: Sequence[int] = (),
+        prefill_share: float = 1.0,
         num_decode_steps: int = 1,
         prefix_caching: bool = False,
         snapshot_interval: int = 8192,
+        policy: str = "fcfs",
+        priorities: bool = False,
+        queue_timeout: float | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        self.pages = PagePool(num_pages)
-        self.slots = SlotPool(num_slots)
+        self.memory = StateMemory(num_pages, num_slots, page_size, prefix_caching=prefix_caching)
         self.page_size = page_size
-        self.cache = PrefixCache(self.pages, self.slots, page_size) if prefix_caching else None
         self.snapshot_interval = snapshot_interval
         self.max_running = min(max_running, num_slots - 1)
         self.tile_budget = max_prefill_tiles
@@ -79,15 +103,22 @@ class Scheduler:
             rounded = -(-chunked_prefill_size // page_size) * page_size
             self.tile_budget = max(1, min(max_prefill_tiles, rounded // TILE))
         self.num_decode_steps = num_decode_steps
+        self.pace = Pace(prefill_share, prefill_sizes or (self.tile_budget,))
+        self._priorities = priorities
+        self._queue_timeout = queue_timeout
         self._clock = clock
-        # Ordered sets: insertion order is the order of arrival, removal anywhere is O(1).
-        self._waiting: dict[Request, None] = {}
+        self._waiting = WaitingQueue(policy, priorities=priorities, cached_tokens=self._cached_tokens)
+        # Ordered sets: insertion order is the order of admission, removal anywhere is O(1).
         self._prefilling: dict[Request, None] = {}
         self._running: dict[Request, None] = {}
         self._last_was_prefill = False
-        # The request that could not be admitted, and the state of affairs at which that is still so.
+        # The state of affairs, and the one at which the next request could not be admitted.
         self._changes = 0
-        self._refused: tuple[Request | None, int] = (None, 0)
+        self._refused_at = -1
+        self._under_pressure = False
+        self._preempted = 0
+        self._deadlines: list[tuple[float, int, bool, Request]] = []
+        self._serial = itertools.count()
 
     @property
     def num_waiting(self) -> int:
@@ -111,30 +142,51 @@ class Scheduler:
         """
         if not self.fits(request):
             raise PoolError(f"request {request.request_id} needs more pages than there are")
-        self._waiting[request] = None
+        self._waiting.add(request)
+        self._changes += 1
+        if request.deadline is not None:
+            heapq.heappush(self._deadlines, (request.deadline, next(self._serial), False, request))
+        if self._queue_timeout is not None:
+            due = request.arrival + self._queue_timeout
+            heapq.heappush(self._deadlines, (due, next(self._serial), True, request))
 
     def fits(self, request: Request) -> bool:
-        """Whether the request can be admitted when nothing else runs. Modifies nothing."""
-        return request.pages_needed(self.page_size) <= self.pages.capacity
+        """Whether the request can finish when nothing else runs. Modifies nothing."""
+        return request.pages_needed(self.page_size) <= self.memory.pages.capacity
+
+    def expired(self) -> list[Request]:
+        """Unfinished requests past their deadline or waiting for too long; each is told once."""
+        found = []
+        while self._deadlines and self._deadlines[0][0] <= self._clock():
+            _, _, only_waiting, request = heapq.heappop(self._deadlines)
+            if request.finish_reason is None and not (only_waiting and request.admitted is not None):
+                found.append(request)
+        return found
 
     def next_plan(self) -> Plan | None:
         """The next step to launch, or None if every request waits for results or there is none.
 
-        Admits requests (allocating from the pools) and advances ``scheduled`` of the plan's requests:
-        the caller launches the plan, or finishes all its requests.
+        Admits and preempts requests and advances ``scheduled`` of the plan's requests: the caller launches
+        the plan, or finishes all its requests.
         """
-        if self.cache is not None:
-            self.cache.unlock()
-        makers = (self._prefill_plan, self._decode_plan)
-        for make in reversed(makers) if self._last_was_prefill else makers:
+        if self.memory.cache is not None:
+            self.memory.cache.unlock()
+        makers = [self._prefill_plan, self._decode_plan]
+        if self._last_was_prefill or self.pace.owes:
+            makers.reverse()
+        for make in makers:
             plan = make()
             if plan is not None:
                 self._last_was_prefill = isinstance(plan, PrefillPlan)
                 return plan
         return None
 
+    def is_current(self, row: PrefillRow | DecodeRow) -> bool:
+        """Whether a row's request still holds what the row wrote to."""
+        return row.request.finish_reason is None and row.epoch == row.request.epoch
+
     def confirm(self, row: PrefillRow | DecodeRow) -> None:
-        """Advances ``computed`` of an unfinished request after the row's step has been read."""
+        """Advances ``computed`` of a current row's request after the row's step has been read."""
         request = row.request
         end = row.end if isinstance(row, PrefillRow) else row.position + row.steps
         if not request.computed < end <= request.scheduled:
@@ -144,18 +196,16 @@ class Scheduler:
             )
         request.computed = end
         self._changes += 1
-        if self.cache is not None and isinstance(row, PrefillRow):
-            self.cache.insert(request.cache_ids, request.pages, end)
+        cache = self.memory.cache
+        if cache is not None and isinstance(row, PrefillRow):
+            cache.insert(request.cache_ids, request.pages, end, request.cache_salt)
             for position, slot in row.snapshots:
                 del request.pending_snapshots[position]
-                if not self.cache.attach(request.cache_ids, position, slot):
-                    self.slots.release(slot)
+                if not cache.attach(request.cache_ids, position, slot, request.cache_salt):
+                    self.memory.slots.release(slot)
 
     def finish(self, request: Request, reason: FinishReason) -> None:
         """Ends a request in whatever state: sets its reason, frees its pages and slot, forgets it.
-
-        Steps that are still in flight may write to the pages; the device runs them before any step of
-        the pages' next owner.
 
         Raises:
           PoolError: it has been finished before, or the pools contradict it.
@@ -164,21 +214,27 @@ class Scheduler:
             raise PoolError(f"request {request.request_id} is finished already")
         request.finish_reason = reason
         self._changes += 1
-        for queue in (self._waiting, self._prefilling, self._running):
-            queue.pop(request, None)
-        pages, slot = request.pages, request.slot
-        request.pages, request.slot = [], 0
-        pending, request.pending_snapshots = request.pending_snapshots, {}
-        if slot:
-            self.pages.release(pages)
-            for held in (slot, *pending.values()):
-                self.slots.release(held)
+        self._under_pressure = self._under_pressure and not request.slot
+        self._waiting.forget(request)
+        self._prefilling.pop(request, None)
+        self._running.pop(request, None)
+        self.memory.release(request)
+
+    def preempt(self, request: Request) -> None:
+        """Takes back all that an admitted request holds; it waits at its old place (see Request)."""
+        del (self._prefilling if request in self._prefilling else self._running)[request]
+        request.epoch += 1
+        request.computed = request.scheduled = request.cached = request.restore_slot = 0
+        request.snapshots, request.features = [], None
+        self._preempted += 1
+        self._changes += 1
+        self._waiting.add(request)
+        self.memory.release(request)
 
     def flush_cache(self) -> None:
         """Forgets every cached prefix; running requests are untouched."""
-        if self.cache is not None:
-            self.cache.flush()
-            self._changes += 1
+        self.memory.flush()
+        self._changes += 1
 
     def rebuild_pools(self) -> None:
         """Replaces pools that contradict themselves by fresh ones.
@@ -188,46 +244,33 @@ class Scheduler:
         """
         if self.admitted:
             raise PoolError("pools can only be rebuilt when nobody holds anything")
-        self.pages = PagePool(self.pages.capacity + 1)
-        self.slots = SlotPool(self.slots.capacity + 1)
-        if self.cache is not None:
-            self.cache = PrefixCache(self.pages, self.slots, self.page_size)
+        self.memory = self.memory.rebuilt()
         self._changes += 1
 
     def stats(self) -> SchedulerStats:
         """A snapshot. Modifies nothing."""
         first = next(iter(self._waiting), None)
+        pages, slots = self.memory.pages, self.memory.slots
         return SchedulerStats(
             waiting=len(self._waiting),
             prefilling=len(self._prefilling),
             running=len(self._running),
             # What only the cache holds is free to whoever needs it.
-            free_pages=max(0, self.pages.capacity - sum(len(r.pages) for r in self.admitted)),
-            free_slots=self.slots.capacity - len(self.admitted),
+            free_pages=pages.available + pages.num_idle,
+            free_slots=slots.capacity - len(self._running) - len(self._prefilling),
             longest_wait=0.0 if first is None else self._clock() - first.arrival,
+            preempted=self._preempted,
         )
 
     def check_integrity(self) -> None:
         """Raises PoolError unless queues, lengths and pools agree with each other. Modifies nothing."""
-        self.pages.check_integrity()
-        self.slots.check_integrity()
         for request in self._waiting:
             _require(not request.slot and not request.pages, request, "holds something while waiting")
+            admitted = request in self._prefilling or request in self._running
+            _require(not admitted, request, "waits and runs")
         for request in self.admitted:
             self._check_admitted(request)
-        slots = [slot for r in self.admitted for slot in (r.slot, *r.pending_snapshots.values())]
-        holders = collections.Counter(page for request in self.admitted for page in request.pages)
-        if self.cache is not None:
-            self.cache.check_integrity()
-            slots += self.cache.held_slots()
-            holders.update(self.cache.held_pages())
-        if len(set(slots)) != len(slots) or len(slots) + self.slots.available != self.slots.capacity:
-            raise PoolError("slots in use and free slots do not add up")
-        if len(holders) + self.pages.available != self.pages.capacity:
-            raise PoolError("pages in use and free pages do not add up")
-        for page, count in holders.items():
-            if self.pages.references(page) != count:
-                raise PoolError(f"page {page} has {self.pages.references(page)} references, {count} holders")
+        self.memory.check_integrity(self.admitted)
 
     def _check_admitted(self, request: Request) -> None:
         r = request
@@ -235,74 +278,120 @@ class Scheduler:
         _require(ordered, r, f"has lengths {r.cached}, {r.computed}, {r.scheduled}, {r.limit}")
         _require(r.finish_reason is None, r, "is finished but admitted")
         _require(r.slot > 0, r, "runs without a slot")
-        _require(len(r.pages) == r.pages_needed(self.page_size), r, f"holds {len(r.pages)} pages")
+        least = self.memory.pages_for(max(r.scheduled, r.prompt_length))
+        enough = least <= len(r.pages) <= r.pages_needed(self.page_size)
+        _require(enough, r, f"holds {len(r.pages)} pages for {r.scheduled} tokens")
         in_prefill = r.scheduled < r.prompt_length
         _require((r in self._prefilling) == in_prefill, r, "is in the wrong queue")
-        _require(r not in self._waiting, r, "waits and runs")
         _require(not in_prefill or r.scheduled % TILE == 0, r, f"was cut at {r.scheduled}")
 
     def _prefill_plan(self) -> PrefillPlan | None:
-        tiles = self.tile_budget
-        rows = []
-        while tiles > 0:
-            request = next(iter(self._prefilling), None) or self._admit_next()
+        """Short prompts get half the step if there is a long one, and the first long one the rest."""
+        decoding = any(request.scheduled < request.limit for request in self._running)
+        budget = self.pace.tiles(self.tile_budget) if decoding else self.tile_budget
+        half = budget // 2
+        rows: list[PrefillRow] = []
+        longs: list[Request] = []
+        known = collections.deque(self._prefilling)
+        left, limit = budget, budget
+        while limit > 0:
+            request = known.popleft() if known else self._admit_next(half if longs else None)
             if request is None:
                 break
-            row = self._advance_prefill(request, tiles)
-            rows.append(row)
-            tiles -= -(-(row.end - row.start) // TILE)
-        return PrefillPlan(tuple(rows)) if rows else None
+            if request not in self._prefilling:  # preempted for one that was admitted just now
+                continue
+            if self._tiles_left(request) > half:
+                limit = limit if longs else min(limit, half - (budget - left))
+                longs.append(request)
+                continue
+            rows.append(self._advance_prefill(request, limit))
+            limit, left = limit - rows[-1].tiles, left - rows[-1].tiles
+        longs.reverse()
+        while left > 0:
+            request = longs.pop() if longs else self._admit_next(None)
+            if request is None:
+                break
+            if request in self._prefilling:
+                rows.append(self._advance_prefill(request, left))
+                left -= rows[-1].tiles
+        rows = [row for row in rows if self.is_current(row)]
+        if not rows:
+            return None
+        self.pace.launched(budget - left, decoding)
+        return PrefillPlan(tuple(rows))
 
-    def _admit_next(self) -> Request | None:
-        """Moves the first waiting request to prefill if it fits now."""
-        request = next(iter(self._waiting), None)
-        if request is None or len(self._prefilling) + len(self._running) >= self.max_running:
+    def _tiles_left(self, request: Request) -> int:
+        return -(-(request.prompt_length - request.scheduled) // TILE)
+
+    def _cached_tokens(self, request: Request) -> int:
+        cache = self.memory.cache
+        return 0 if cache is None else cache.cached_tokens(request.cache_ids, request.cache_salt)
+
+    def _admit_next(self, most_tiles: int | None) -> Request | None:
+        """Moves the next waiting request to prefill if it fits now.
+
+        Args:
+          most_tiles: if there is a long prompt already, a longer one than this lets others overtake.
+        """
+        if not self._waiting or self._refused_at == self._changes:
             return None
-        if self._refused == (request, self._changes):
+        request = self._waiting.first()
+        if request is not None and most_tiles is not None and self._is_long(request, most_tiles):
+            earliest = itertools.islice(self._waiting, _OVERTAKERS)
+            short = (r for r in earliest if r.prompt_length <= most_tiles * TILE)
+            request = next(short, None)
+        if request is None:
             return None
-        match = self.cache.match(request.cache_ids) if self.cache is not None else Match()
-        shared = list(match.pages)
-        # Held first, so that making room for the rest cannot evict them.
-        self.pages.share(shared)
-        needed = request.pages_needed(self.page_size) - len(shared)
-        # Nothing is evicted for a request that would not fit all the same.
-        slot = self._allocate_slot() if needed <= self._obtainable_pages() else None
-        fresh = None if slot is None else self._allocate_pages(needed)
-        if slot is None or fresh is None:
-            self.pages.release(shared)
-            if slot is not None:
-                self.slots.release(slot)
-            self._refused = (request, self._changes)
+        if not self._admit(request) and not self._make_room(request):
+            self._refused_at = self._changes
             return None
-        request.pages, request.slot = shared + fresh, slot
-        request.cached = request.computed = request.scheduled = match.tokens
-        request.restore_slot = match.slot
-        request.snapshots = self._wanted_snapshots(request, match)
-        del self._waiting[request]
+        self._waiting.take(request)
         self._prefilling[request] = None
         return request
 
-    def _obtainable_pages(self) -> int:
-        """Free pages and those that only the cache holds."""
-        cached = 0 if self.cache is None else self.cache.num_evictable_pages
-        return self.pages.available + cached
+    def _is_long(self, request: Request, most_tiles: int) -> bool:
+        return request.prompt_length - self._cached_tokens(request) > most_tiles * TILE
 
-    def _allocate_pages(self, count: int) -> list[int] | None:
-        """Pages from the pool, or from what the cache can spare; None if that is not enough."""
-        missing = count - self.pages.available
-        if missing > 0 and self.cache is not None:
-            self.cache.evict_pages(missing)
-        return self.pages.allocate(count)
+    def _admit(self, request: Request) -> bool:
+        """Gives a waiting request a slot and pages, and its lengths; False if there is no room."""
+        if len(self._prefilling) + len(self._running) >= self.max_running:
+            return False
+        match = self.memory.match(request)
+        each = _SPARE_UNDER_PRESSURE if self._under_pressure else _SPARE
+        spare = sum(min(each, r.pages_needed(self.page_size) - len(r.pages)) for r in self.admitted)
+        if not self.memory.admit(request, match, request.known_length, spare):
+            return False
+        request.cached = request.computed = request.scheduled = match.tokens
+        request.restore_slot = match.slot
+        request.snapshots = self._wanted_snapshots(request, match)
+        if request.admitted is None:
+            request.admitted, request.cached_tokens = self._clock(), match.tokens
+        return True
 
-    def _allocate_slot(self) -> int | None:
-        slot = self.slots.allocate()
-        if slot is None and self.cache is not None and self.cache.evict_snapshot():
-            slot = self.slots.allocate()
-        return slot
+    def _make_room(self, request: Request) -> bool:
+        """Preempts requests of lower priority for one that does not fit, if that helps."""
+        if not self._priorities:
+            return False
+        victims = sorted(
+            (r for r in self.admitted if r.priority < request.priority), key=self._importance, reverse=True
+        )
+        held = {page for victim in victims for page in victim.pages}
+        free = self.memory.pages.available + self.memory.pages.num_idle + len(held)
+        if not victims or free < self.memory.pages_for(request.known_length):
+            return False
+        for victim in victims:
+            self.preempt(victim)
+            if self._admit(request):
+                return True
+        return False
+
+    def _importance(self, request: Request) -> tuple[int, int]:
+        """Smaller is more important."""
+        return -request.priority if self._priorities else 0, self._waiting.number(request)
 
     def _wanted_snapshots(self, request: Request, match: Match) -> list[int]:
         """Where later prompts will want to start: at the prompt's end, at a branch, sparsely between."""
-        if self.cache is None:
+        if self.memory.cache is None:
             return []
         grid = math.lcm(self.page_size, TILE)
         end = (request.prompt_length - 1) // grid * grid
@@ -314,10 +403,10 @@ class Scheduler:
         taken = []
         while request.snapshots and request.snapshots[0] <= end:
             position = request.snapshots.pop(0)
-            assert self.cache is not None
-            if self.cache.has_snapshot(request.cache_ids, position):
+            assert self.memory.cache is not None
+            if self.memory.cache.has_snapshot(request.cache_ids, position, request.cache_salt):
                 continue
-            slot = self._allocate_slot()
+            slot = self.memory.obtain_slot()
             if slot is not None:
                 request.pending_snapshots[position] = slot
                 taken.append((position, slot))
@@ -332,16 +421,50 @@ class Scheduler:
         if is_last:
             del self._prefilling[request]
             self._running[request] = None
-        return PrefillRow(request, start, end, is_last, source, self._take_snapshots(request, end))
+        return PrefillRow(
+            request,
+            start,
+            end,
+            is_last,
+            source,
+            self._take_snapshots(request, end),
+            request.known_tokens(end - 1, 1) if is_last else (),
+            request.epoch,
+        )
 
     def _decode_plan(self) -> DecodePlan | None:
-        rows = []
-        for request in self._running:
-            steps = min(self.num_decode_steps, request.limit - request.scheduled)
-            if steps > 0:
-                rows.append(DecodeRow(request, request.scheduled, steps))
+        rows: dict[Request, DecodeRow] = {}
+        for request in list(self._running):
+            if request not in self._running:  # preempted for one before it
+                continue
+            forced = request.known_tokens(request.scheduled, self.num_decode_steps)
+            steps = min(self._free_steps(request, forced), request.limit - request.scheduled)
+            if steps > 0 and self._make_pages(request, request.scheduled + steps, rows):
+                rows[request] = DecodeRow(request, request.scheduled, steps, forced[:steps], request.epoch)
                 request.scheduled += steps
-        return DecodePlan(tuple(rows), max(row.steps for row in rows)) if rows else None
+        if not rows:
+            return None
+        self.pace.launched(0, True)
+        return DecodePlan(tuple(rows.values()), max(row.steps for row in rows.values()))
+
+    def _free_steps(self, request: Request, forced: tuple[int, ...]) -> int:
+        """Steps that need no result first: what may follow a grammar's token depends on the token."""
+        if request.matcher is None:
+            return self.num_decode_steps
+        if forced:
+            return len(forced)
+        return int(request.scheduled == request.computed)
+
+    def _make_pages(self, request: Request, tokens: int, rows: dict[Request, DecodeRow]) -> bool:
+        """Gives a running request its pages, others' if need be; False if it has been preempted itself."""
+        while not self.memory.grow(request, tokens):
+            victim = max(self.admitted, key=self._importance)
+            self.preempt(victim)
+            self._under_pressure = True
+            rows.pop(victim, None)
+            if victim is request:
+                return False
+        return True
 
 
 def _require(condition: bool, request: Request, problem: str) -> None:

@@ -159,6 +159,7 @@ class FakeRunner:
         others = [page for row in plan.rows for page in set(row.request.pages) - set(self._written(row))]
         self._expect(not set(others) & set(written), "a page is written under a reader")
         self._expect(all(request.finish_reason is None for request in requests), "finished request planned")
+        self._expect(all(row.epoch == row.request.epoch for row in plan.rows), "preempted request planned")
         if isinstance(plan, PrefillPlan):
             kept = [slot for row in plan.rows for _, slot in row.snapshots]
             self._expect(len(set(kept)) == len(kept) and not slots & set(kept), "a snapshot's slot is in use")
@@ -196,7 +197,7 @@ class FakeRunner:
         slot.state = absorb(slot.state, token)
         slot.length = position + 1
 
-    def _sample(self, request: Request) -> int:
+    def _sample(self, request: Request, forced: Sequence[int] = ()) -> int:
         """Both the slot's state and the history read back from the pages decide the token."""
         slot = self._slots[request.slot]
         state = START
@@ -208,6 +209,9 @@ class FakeRunner:
         forbidden = request.device_stop_tokens if below else ()
         args = (state, request.seed, slot.length, request.params, forbidden, self.vocab_size)
         slot.last_token = choose(*args)
+        for token in forced:
+            self._expect(token == slot.last_token, f"token {token} is forced, not {slot.last_token}")
+            slot.last_token = token
         return slot.last_token
 
     def _prefill(self, row: PrefillRow) -> list[int]:
@@ -222,13 +226,13 @@ class FakeRunner:
                 now = self._slots[row.request.slot]
                 self._slots[slot] = Slot(now.state, now.length)
         self._expect(not kept, "a snapshot outside its chunk")
-        return [self._sample(row.request) if row.is_last else -1]
+        return [self._sample(row.request, row.forced) if row.is_last else -1]
 
     def _decode(self, row, plan) -> list[int]:
         tokens = [-1] * plan.num_steps
         for step in range(row.steps):
             self._feed(row.request, row.position + step, self._slots[row.request.slot].last_token)
-            tokens[step] = self._sample(row.request)
+            tokens[step] = self._sample(row.request, row.forced[step : step + 1])
             if tokens[step] in row.request.device_stop_tokens:
                 # The device leaves the row here; a step launched meanwhile feeds rubbish from the same
                 # position on as a device would.

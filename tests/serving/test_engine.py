@@ -279,7 +279,7 @@ def test_abort_in_each_phase(phase, overlap):
             assert "victim" not in runner.admitted
         engine.check_integrity()
         engine.flush_cache()
-        assert engine._loop._scheduler.pages.available == 39
+        assert engine._loop._scheduler.memory.pages.available == 39
 
 
 def test_abort_of_unknown_or_finished_requests_is_ignored():
@@ -417,7 +417,7 @@ def test_shutdown_ends_everything_and_is_idempotent():
     assert runner.closed == 1
     assert not engine._loop._thread.is_alive()
     engine.check_integrity()
-    assert engine._loop._scheduler.pages.available == 4999
+    assert engine._loop._scheduler.memory.pages.available == 4999
     with pytest.raises(EngineDeadError, match="shut down"):
         engine.submit([1], GREEDY, recorder)
     with pytest.raises(EngineDeadError):

@@ -245,15 +245,15 @@ def test_malformed_results_fail_their_requests_but_not_the_engine():
 
 
 def leak_everything(scheduler):
-    scheduler.pages.allocate(scheduler.pages.available)
+    scheduler.memory.pages.allocate(scheduler.memory.pages.available)
 
 
 def leak_a_slot(scheduler):
-    scheduler.slots.allocate()
+    scheduler.memory.slots.allocate()
 
 
 def free_twice(scheduler):
-    scheduler.pages._free.append(scheduler.pages._free[0])
+    scheduler.memory.pages._free.append(scheduler.memory.pages._free[0])
 
 
 @pytest.mark.parametrize("corrupt", [leak_everything, leak_a_slot, free_twice])
@@ -268,7 +268,7 @@ def test_pools_that_contradict_themselves_are_replaced(corrupt):
         second = engine.generate([prompt_of(70)] * 9, GREEDY)
         assert all(result.token_ids == first.token_ids for result in second)
         engine.flush_cache()
-        assert scheduler.pages.available == 39
+        assert scheduler.memory.pages.available == 39
 
 
 def test_a_request_whose_pages_were_freed_under_it_ends_and_serving_goes_on():
@@ -276,7 +276,7 @@ def test_a_request_whose_pages_were_freed_under_it_ends_and_serving_goes_on():
         scheduler = engine._loop._scheduler
 
         def free_pages(plan):
-            scheduler.pages.release(plan.rows[0].request.pages)
+            scheduler.memory.pages.release(plan.rows[0].request.pages)
 
         runner.on_launch = once(lambda plan: isinstance(plan, DecodePlan), free_pages)
         first = engine.generate([prompt_of(70)], GREEDY)[0]

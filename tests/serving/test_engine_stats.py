@@ -39,9 +39,9 @@ def test_stats_count_what_running_requests_hold():
     seen = []
     runner = FakeRunner()
     with serving(runner, max_running_requests=1) as (engine, _):
-        # A request of 129 tokens takes three pages of 64.
+        # A prompt of 100 tokens takes two pages of 64, and 28 more tokens fit into them.
         runner.on_read = lambda plan: seen.append(engine.stats)
         engine.generate([prompt_of(100)] * 2, SamplingParams(max_tokens=29, ignore_eos=True))
-    busy = dataclasses.replace(IDLE, running=1, used_pages=3, used_slots=1)
+    busy = dataclasses.replace(IDLE, running=1, used_pages=2, used_slots=1)
     assert seen[0] == dataclasses.replace(busy, waiting=seen[0].waiting)
     assert seen[-1] == busy

@@ -58,13 +58,44 @@ def test_a_whole_prompt_is_never_matched_whole():
     assert cache.match(tokens("abcdefghi")).tokens == 8
 
 
-def test_a_known_page_is_kept_and_the_newcomer_s_is_let_go():
+def test_of_two_equal_pages_the_one_in_use_is_kept():
     cache, page_pool, slot_pool = cache_of()
     first = remember(cache, page_pool, slot_pool, "abcdefgh")
-    remember(cache, page_pool, slot_pool, "abcdWXYZ")
-    assert cache.num_pages == 3
-    assert page_pool.references(first[0]) == 1
-    assert page_pool.available == 19 - 3
+    page_pool.share(first[1:])  # somebody reads the second page
+    prompt = tokens("abcdefgh")
+    second = page_pool.allocate(2)
+    cache.insert(prompt, second, len(prompt))
+    assert cache.held_pages() == [second[0], first[1]]
+    page_pool.release(second)
+    page_pool.release(first[1:])
+    assert (cache.num_pages, cache.num_evictable_pages) == (2, 2)
+    assert page_pool.available == 19 - 2
+
+
+def test_no_request_pins_pages_that_it_does_not_hold():
+    """Else it could wait for ever for pages that only it keeps from being evicted."""
+    cache, page_pool, slot_pool = cache_of(pages=8)
+    remember(cache, page_pool, slot_pool, "abcdefgh")
+    own = page_pool.allocate(4)
+    cache.insert(tokens("abcdefghijklmnop"), own, 16)
+    assert sorted(cache.held_pages()) == sorted(own)
+    assert page_pool.available == 7 - 4
+
+
+def test_prefixes_are_shared_only_under_the_same_salt():
+    cache, page_pool, slot_pool = cache_of()
+    for salt in (b"", b"one", b"two"):
+        assert cache.match(tokens("abcdefgh"), salt) == Match()
+        pages, slot = page_pool.allocate(2), slot_pool.allocate()
+        cache.insert(tokens("abcdefgh"), pages, 8, salt)
+        assert cache.attach(tokens("abcdefgh"), 4, slot, salt)
+        page_pool.release(pages)
+        match = cache.match(tokens("abcdefgh"), salt)
+        assert (match.slot, match.pages) == (slot, tuple(pages[:1]))
+        assert cache.cached_tokens(tokens("abcdefgh"), salt) == 4
+        assert cache.has_snapshot(tokens("abcd"), 4, salt)
+    assert cache.num_pages == 6
+    cache.check_integrity()
 
 
 def test_a_partial_page_is_not_remembered():
@@ -148,7 +179,7 @@ def test_planted_damage_is_noticed(damage):
     root_child = next(iter(cache._root.children.values()))
     leaf = next(iter(root_child.children.values()))
     if damage == "page freed":
-        page_pool.release([leaf.page])
+        page_pool.uncache(leaf.page)
     elif damage == "snapshot lost":
         cache._snapshots.clear()
     elif damage == "wrong key":

@@ -47,8 +47,11 @@ class Serving(RuleBasedStateMachine):
         tiles=st.integers(1, 8),
         caching=st.booleans(),
         interval=st.sampled_from([128, 256, 8192]),
+        policy=st.sampled_from(["fcfs", "lpm"]),
+        priorities=st.booleans(),
+        share=st.sampled_from([0.2, 0.5, 1.0]),
     )
-    def start(self, page_size, chunk, steps, slots, tokens, tiles, caching, interval):
+    def start(self, page_size, chunk, steps, slots, tokens, tiles, caching, interval, **policy):
         self.runner = FakeRunner(
             num_pages=tokens // page_size + 1,
             num_slots=slots,
@@ -65,6 +68,10 @@ class Serving(RuleBasedStateMachine):
             max_running=max(1, slots - 2),
             prefix_caching=caching,
             snapshot_interval=interval,
+            policy=policy["policy"],
+            priorities=policy["priorities"],
+            prefill_share=policy["share"],
+            prefill_sizes=sorted({1, -(-tiles // 2), tiles}),
         )
         self.in_flight = collections.deque()
         self.requests: list[Request] = []
@@ -78,10 +85,15 @@ class Serving(RuleBasedStateMachine):
         min_tokens=st.sampled_from([0, 0, 3]),
         seed=st.integers(0, 3),
         fork=st.sampled_from([0, 63, 64, 65, 128, 191, 192, 300]),
+        priority=st.integers(-1, 1),
+        salt=st.sampled_from([b"", b"", b"a"]),
+        grammar=st.booleans(),
     )
-    def arrive(self, length, fork, **params):
+    def arrive(self, length, fork, priority, salt, grammar, **params):
         params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
         request = make_related(f"r{len(self.requests)}", length, fork, **params)
+        request.priority, request.cache_salt = priority, salt
+        request.matcher = object() if grammar else None
         self.requests.append(request)
         self.tokens[request] = []
         self.scheduler.add(request)
@@ -91,27 +103,36 @@ class Serving(RuleBasedStateMachine):
     def launch(self):
         plan = self.scheduler.next_plan()
         if plan is not None:
+            for row in plan.rows:
+                ready = row.request.matcher is None or not isinstance(row, DecodeRow)
+                ready = ready or row.position == row.request.computed or len(row.forced) == row.steps
+                assert ready, "a grammar's next token was scheduled before its last one was known"
+                assert row.request.matcher is None or not isinstance(row, DecodeRow) or (
+                    row.steps == max(1, len(row.forced))
+                )
             self.in_flight.append((plan, self.runner.launch(plan)))
         else:
             assert self.in_flight or not self.scheduler.has_work
 
     @precondition(lambda self: self.in_flight)
-    @rule()
-    def read(self):
+    @rule(seconds=st.floats(0, 10))
+    def read(self, seconds=1.0):
         plan, handle = self.in_flight.popleft()
         result = self.runner.read(handle)
+        self.scheduler.pace.took(seconds)
         for column, row in enumerate(plan.rows):
             request = row.request
-            if request.finish_reason is not None:
+            if not self.scheduler.is_current(row):
                 continue
             self.scheduler.confirm(row)
-            for token in result.tokens[:, column].tolist():
+            for token in result.tokens[len(row.forced) :, column].tolist():
                 if token >= 0 and request.finish_reason is None:
                     self.accept(request, token)
 
     def accept(self, request: Request, token: int) -> None:
         tokens = self.tokens[request]
         tokens.append(token)
+        request.output.append(token)
         if len(tokens) > request.params.min_tokens and token in request.stop_tokens:
             self.scheduler.finish(request, "stop")
         elif len(tokens) == request.max_tokens:
@@ -125,6 +146,11 @@ class Serving(RuleBasedStateMachine):
     def abort(self, data):
         unfinished = [request for request in self.requests if request.finish_reason is None]
         self.scheduler.finish(data.draw(st.sampled_from(unfinished)), "abort")
+
+    @precondition(lambda self: self.scheduler.admitted)
+    @rule(data=st.data())
+    def preempt(self, data):
+        self.scheduler.preempt(data.draw(st.sampled_from(self.scheduler.admitted)))
 
     @rule()
     def flush(self):
@@ -144,8 +170,8 @@ class Serving(RuleBasedStateMachine):
                 self.read()
             self.integrity()
         self.scheduler.flush_cache()
-        assert self.scheduler.pages.available == self.scheduler.pages.capacity
-        assert self.scheduler.slots.available == self.scheduler.slots.capacity
+        assert self.scheduler.memory.pages.available == self.scheduler.memory.pages.capacity
+        assert self.scheduler.memory.slots.available == self.scheduler.memory.slots.capacity
         for request in self.requests:
             expected = expected_tokens(request, self.runner.vocab_size)
             if request.finish_reason == "abort":
@@ -224,18 +250,16 @@ def test_rows_stop_at_their_own_limit():
     assert plan is not None and plan.num_steps == 2, "no more steps than some row can use"
 
 
-def test_first_come_first_served_without_overtaking():
+def test_nobody_overtakes_a_request_that_does_not_fit():
     scheduler = scheduler_of(num_pages=11, num_slots=9)
     big, small = make("big", 500, max_tokens=140), make("small", 10, max_tokens=10)
-    first = make("first", 10, max_tokens=10)
+    first = make("first", 200, max_tokens=10)
     for request in (first, big, small):
         scheduler.add(request)
-    assert chunks(scheduler.next_plan()) == [("first", 0, 10, True)]
+    assert chunks(scheduler.next_plan()) == [("first", 0, 200, True)]
     assert scheduler.num_waiting == 2, "small would fit, but big is before it"
     scheduler.finish(first, "abort")
-    assert [name for name, *_ in chunks(scheduler.next_plan())] == ["big"]
-    scheduler.finish(big, "abort")
-    assert [name for name, *_ in chunks(scheduler.next_plan())] == ["small"]
+    assert [name for name, *_ in chunks(scheduler.next_plan())] == ["small", "big"]
 
 
 def test_admission_is_bounded_by_max_running_and_slots():
@@ -253,25 +277,28 @@ def test_admission_is_bounded_by_max_running_and_slots():
 
 def test_an_admission_without_a_slot_takes_no_pages():
     scheduler = scheduler_of(num_slots=3)
-    while scheduler.slots.allocate() is not None:
+    while scheduler.memory.slots.allocate() is not None:
         pass
     scheduler.add(make("a", 5, max_tokens=5))
     assert scheduler.next_plan() is None
-    assert scheduler.pages.available == scheduler.pages.capacity
+    assert scheduler.memory.pages.available == scheduler.memory.pages.capacity
     assert scheduler.num_waiting == 1
 
 
-def test_pages_are_reserved_for_prompt_and_completion_at_admission():
+def test_pages_are_taken_as_they_are_needed():
     scheduler = scheduler_of(chunked_prefill_size=64)
     request = make("a", 130, max_tokens=200)
     scheduler.add(request)
     assert request.pages == []
     scheduler.next_plan()
-    assert len(request.pages) == 6
+    assert len(request.pages) == 3, "for the whole prompt"
     assert request.slot > 0
+    while request.scheduled < request.limit:
+        assert scheduler.next_plan() is not None
+        assert len(request.pages) == max(3, -(-request.scheduled // 64))
     scheduler.finish(request, "abort")
     assert (request.pages, request.slot, request.finish_reason) == ([], 0, "abort")
-    assert scheduler.pages.available == scheduler.pages.capacity
+    assert scheduler.memory.pages.available == scheduler.memory.pages.capacity
     assert not scheduler.has_work
 
 
@@ -325,7 +352,7 @@ def forget_page(scheduler, request):
 
 
 def swap_page(scheduler, request):
-    request.pages[0] = scheduler.pages._free[0]
+    request.pages[0] = scheduler.memory.pages._free[0]
 
 
 def steal_page(scheduler, request):
@@ -334,23 +361,23 @@ def steal_page(scheduler, request):
 
 
 def extra_reference(scheduler, request):
-    scheduler.pages.share(request.pages[:1])
+    scheduler.memory.pages.share(request.pages[:1])
 
 
 def free_held_page(scheduler, request):
-    scheduler.pages.release(request.pages[:1])
+    scheduler.memory.pages.release(request.pages[:1])
 
 
 def free_held_slot(scheduler, request):
-    scheduler.slots.release(request.slot)
+    scheduler.memory.slots.release(request.slot)
 
 
 def leak_slot(scheduler, request):
-    scheduler.slots.allocate()
+    scheduler.memory.slots.allocate()
 
 
 def leak_page(scheduler, request):
-    scheduler.pages.allocate(1)
+    scheduler.memory.pages.allocate(1)
 
 
 def share_slot(scheduler, request):
@@ -379,7 +406,7 @@ def finished_inside(scheduler, request):
 
 
 def waits_too(scheduler, request):
-    scheduler._waiting[request] = None
+    scheduler._waiting.add(request)
 
 
 def lose_request(scheduler, request):
@@ -427,9 +454,9 @@ def test_pools_are_rebuilt_only_when_nobody_holds_anything():
     with pytest.raises(PoolError):
         scheduler.rebuild_pools()
     scheduler.finish(request, "abort")
-    scheduler.pages.allocate(3)
+    scheduler.memory.pages.allocate(3)
     with pytest.raises(PoolError):
         scheduler.check_integrity()
     scheduler.rebuild_pools()
     scheduler.check_integrity()
-    assert scheduler.pages.available == 39
+    assert scheduler.memory.pages.available == 39

@@ -58,7 +58,7 @@ def test_a_long_prompt_leaves_snapshots_along_the_way():
     scheduler, runner = scheduler_of(prefix_caching=True, snapshot_interval=128), FakeRunner()
     scheduler.add(make_related("a", 600, 600, max_tokens=1))
     drain(scheduler, runner)
-    assert scheduler.cache.num_snapshots == 5  # 128, 256, 384, 512 and the end at 576
+    assert scheduler.memory.cache.num_snapshots == 5  # 128, 256, 384, 512 and the end at 576
     scheduler.add(make_related("b", 600, 400, max_tokens=1))
     assert drain(scheduler, runner)[0] == ("b", 384, 600)
 
@@ -71,8 +71,8 @@ def test_an_abort_between_launch_and_read_leaves_nothing_to_the_cache():
     runner.launch(plan)
     scheduler.finish(request, "abort")
     scheduler.check_integrity()
-    assert (scheduler.cache.num_pages, scheduler.cache.num_snapshots) == (0, 0)
-    assert scheduler.slots.available == scheduler.slots.capacity
+    assert (scheduler.memory.cache.num_pages, scheduler.memory.cache.num_snapshots) == (0, 0)
+    assert scheduler.memory.slots.available == scheduler.memory.slots.capacity
 
 
 def test_an_aborted_prefill_leaves_only_what_was_computed():
@@ -84,10 +84,10 @@ def test_an_aborted_prefill_leaves_only_what_was_computed():
         plan = scheduler.next_plan()
         runner.read(runner.launch(plan))
         scheduler.confirm(plan.rows[0])
-        assert scheduler.cache.num_pages == expected
+        assert scheduler.memory.cache.num_pages == expected
     scheduler.next_plan()
     scheduler.finish(request, "abort")
-    assert scheduler.cache.num_pages == 4
+    assert scheduler.memory.cache.num_pages == 4
 
 
 def test_cached_pages_and_snapshots_make_room_for_requests():
@@ -97,7 +97,7 @@ def test_cached_pages_and_snapshots_make_room_for_requests():
         scheduler.add(make_related(name, 500, 10 * i, max_tokens=1))
         assert drain(scheduler, runner)[0] == (name, 0, 500)
         scheduler.check_integrity()
-    assert scheduler.pages.available + scheduler.cache.num_pages == 10
+    assert scheduler.memory.pages.available + scheduler.memory.cache.num_pages == 10
 
 
 def test_a_request_that_does_not_fit_yet_evicts_nothing():
@@ -105,14 +105,14 @@ def test_a_request_that_does_not_fit_yet_evicts_nothing():
     runner = FakeRunner(num_pages=11, num_slots=5)
     scheduler.add(make_related("cached", 200, 0, max_tokens=1))
     drain(scheduler, runner)
-    assert scheduler.cache.num_pages == 3
+    assert scheduler.memory.cache.num_pages == 3
     scheduler.add(make_related("running", 128, 10, max_tokens=65))  # 4 of the 10 pages
     runner.read(runner.launch(scheduler.next_plan()))
     scheduler.add(make_related("large", 500, 20, max_tokens=1))  # 8 pages, and 6 could be had
     for _ in range(3):
         scheduler.next_plan()
         assert scheduler.num_waiting == 1
-        assert scheduler.cache.num_pages == 3
+        assert scheduler.memory.cache.num_pages == 3
     scheduler.finish(scheduler.admitted[0], "abort")
     plan = scheduler.next_plan()
     assert [row.request.request_id for row in plan.rows] == ["large"]

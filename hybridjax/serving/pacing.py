@@ -1,0 +1,99 @@
+"""How much prefill comes between decode steps, learnt from measured times."""
+
+import collections
+from collections.abc import Sequence
+
+# A new measurement's weight against all earlier ones.
+_WEIGHT = 0.3
+# Prefill is never put off for more than this many decode dispatches.
+_MOST_DISPATCHES = 32
+
+
+class Pace:
+    """Bounds prefill's share of the device's time while requests decode.
+
+    A prefill step is made so small that it takes no longer than the decode dispatch that it delays (times
+    share / (1 - share)), if a compiled shape is that small; what it takes beyond that is owed to decoding.
+    Without measurements, prefill and decode steps alternate and prefill steps are as large as they can be.
+
+    Args:
+      share: of the time, in (0, 1); 1: no bound.
+      sizes: tiles of the prefill shapes that exist, ascending.
+    """
+
+    def __init__(self, share: float, sizes: Sequence[int]):
+        self._factor = (1 - share) / share
+        self._sizes = tuple(sizes)
+        self._prefill: dict[int, float] = {}
+        self._decode: float | None = None
+        self._debt = 0.0
+        # Of steps under way, oldest first: tiles (0: decode) and what they were expected to take.
+        self._expected: collections.deque[tuple[int, float]] = collections.deque()
+
+    @property
+    def owes(self) -> bool:
+        """Whether decoding should go first."""
+        return self._debt > 0
+
+    def tiles(self, most: int) -> int:
+        """Tiles of the next prefill step while requests decode, at most ``most``."""
+        if self._decode is None or self._factor == 0:
+            return most
+        fitting = [s for s in self._sizes if s <= most and self._seconds(s) * self._factor <= self._decode]
+        return max(fitting, default=min(most, self._sizes[0]))
+
+    def launched(self, tiles: int, decoding: bool) -> None:
+        """Notes a step that has been planned: of so many prefill tiles, or 0 for decoding.
+
+        Args:
+          decoding: whether any request decodes; otherwise prefill delays nobody.
+        """
+        expected = self._seconds(tiles) if tiles else self._decode or 0.0
+        self._expected.append((tiles, expected))
+        self._owe(expected * self._factor if tiles and decoding else 0.0 if tiles else -expected)
+        if not decoding:
+            self._debt = 0.0
+
+    def took(self, seconds: float) -> None:
+        """Tells what the oldest step under way took; 0: unknown."""
+        if not self._expected:
+            return
+        tiles, expected = self._expected.popleft()
+        if seconds <= 0:
+            return
+        if tiles:
+            size = self._size(tiles)
+            self._prefill[size] = _average(self._prefill.get(size), seconds)
+            counted = min(seconds, 4 * expected) if expected else seconds
+            self._owe((counted - expected) * self._factor)
+        else:
+            self._decode = _average(self._decode, seconds)
+            self._owe(expected - seconds)
+
+    def cancelled(self) -> None:
+        """Drops the newest step: it was not launched."""
+        if self._expected:
+            self._expected.pop()
+
+    def forget_steps(self) -> None:
+        """Drops what is under way: its results do not come."""
+        self._expected.clear()
+        self._debt = 0.0
+
+    def _owe(self, seconds: float) -> None:
+        self._debt = min(max(0.0, self._debt + seconds), _MOST_DISPATCHES * (self._decode or 0.0))
+
+    def _size(self, tiles: int) -> int:
+        """The shape that a step of so many tiles runs in."""
+        return next((size for size in self._sizes if size >= tiles), self._sizes[-1])
+
+    def _seconds(self, tiles: int) -> float:
+        """What a step takes; a large one no more per tile than a small one, so that one slow sample passes."""
+        size = self._size(tiles)
+        known = [self._prefill[s] * max(1.0, size / s) for s in self._sizes if s in self._prefill]
+        return min(known, default=0.0)
+
+
+def _average(old: float | None, new: float) -> float:
+    # A step that compiled at first use took seconds; it may not count as much as it took.
+    return new if old is None else old + _WEIGHT * (min(new, 4 * old) - old)

@@ -1,0 +1,89 @@
+"""The requests that wait for admission, and in which order they are tried."""
+
+import bisect
+import itertools
+from collections.abc import Callable, Iterator
+
+from hybridjax.serving.request import Request
+
+POLICIES = ("fcfs", "lpm")
+
+# Longest-prefix matching looks at this many requests, the first in order of arrival.
+_MATCHED = 128
+# The first request is passed over this many times at most.
+_PATIENCE = 64
+
+
+class WaitingQueue:
+    """Requests in order of arrival, a preempted one at its old place.
+
+    Args:
+      policy: "fcfs": first come, first served; "lpm": those with the longest cached prefix first.
+      priorities: higher ``Request.priority`` before everything else.
+      cached_tokens: how long a request's cached prefix is; read by "lpm".
+    """
+
+    def __init__(self, policy: str, *, priorities: bool, cached_tokens: Callable[[Request], int]):
+        if policy not in POLICIES:
+            raise ValueError(f"policy is {policy!r}; it must be one of {', '.join(POLICIES)}")
+        self._policy, self._priorities, self._cached_tokens = policy, priorities, cached_tokens
+        self._serial = itertools.count()
+        # A request keeps its number until it is forgotten, so that it can come back.
+        self._numbers: dict[Request, int] = {}
+        self._order: list[tuple[int, int, Request]] = []
+        self._passed: tuple[Request | None, int] = (None, 0)
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order of priority and arrival."""
+        return (request for _, _, request in self._order)
+
+    def add(self, request: Request) -> None:
+        """Puts a request to the end of its priority, or where it had been before."""
+        number = self._numbers.setdefault(request, next(self._serial))
+        bisect.insort(self._order, (*self._rank(request, number), request))
+
+    def remove(self, request: Request) -> bool:
+        """Takes a request out; whether it was in."""
+        number = self._numbers.get(request)
+        if number is None:
+            return False
+        rank = self._rank(request, number)
+        index = bisect.bisect_left(self._order, rank, key=lambda entry: entry[:2])
+        if index == len(self._order) or self._order[index][2] is not request:
+            return False
+        del self._order[index]
+        return True
+
+    def forget(self, request: Request) -> None:
+        """Ends a request's stay: it does not come back."""
+        self.remove(request)
+        self._numbers.pop(request, None)
+
+    def number(self, request: Request) -> int:
+        """Which request it was, counting all that were ever added and not forgotten."""
+        return self._numbers[request]
+
+    def first(self) -> Request | None:
+        """The request to try next."""
+        if not self._order:
+            return None
+        top, _, earliest = self._order[0]
+        if self._policy == "fcfs" or self._passed == (earliest, _PATIENCE):
+            return earliest
+        candidates = [request for rank, _, request in self._order[:_MATCHED] if rank == top]
+        # max keeps the first of equals, which came first.
+        return max(candidates, key=self._cached_tokens)
+
+    def take(self, request: Request) -> None:
+        """Removes a request that is being admitted, and notes whether the earliest was passed over."""
+        earliest = self._order[0][2]
+        if request is not earliest:
+            known, count = self._passed
+            self._passed = (earliest, count + 1 if known is earliest else 1)
+        self.remove(request)
+
+    def _rank(self, request: Request, number: int) -> tuple[int, int]:
+        return -request.priority if self._priorities else 0, number

@@ -1,0 +1,314 @@
+"""Memory runs out, priorities, deadlines and long prompts: who goes first, who gives back, who overtakes."""
+
+import time
+
+import pytest
+from serving_fakes import (
+    FakeRunner,
+    Recorder,
+    alone,
+    expected_tokens,
+    make_related,
+    prompt_of,
+    scheduler_of,
+    serving,
+)
+
+from hybridjax.serving import SamplingParams
+from hybridjax.serving.pacing import Pace
+from hybridjax.serving.plan import DecodePlan, PrefillPlan
+
+
+class Driver:
+    """Runs a scheduler on a fake device; ``lag`` steps are launched before the first one is read."""
+
+    def __init__(self, lag=0, **changes):
+        self.scheduler = scheduler_of(**changes)
+        arguments = {k: v for k, v in changes.items() if k in ("num_pages", "num_slots")}
+        self.runner = FakeRunner(**arguments)
+        self.lag, self.in_flight, self.plans = lag, [], []
+
+    def step(self):
+        """Launches the next plan and reads what is due; returns the plan."""
+        plan = self.scheduler.next_plan()
+        if plan is not None:
+            self.in_flight.append((plan, self.runner.launch(plan)))
+            self.plans.append(plan)
+        if len(self.in_flight) > (self.lag if plan is not None else 0):
+            old, handle = self.in_flight.pop(0)
+            result = self.runner.read(handle)
+            for column, row in enumerate(old.rows):
+                if self.scheduler.is_current(row):
+                    self.scheduler.confirm(row)
+                    new = result.tokens[len(row.forced) :, column]
+                    row.request.output += [int(t) for t in new if t >= 0]
+                    if len(row.request.output) == row.request.max_tokens:
+                        self.scheduler.finish(row.request, "length")
+        self.scheduler.check_integrity()
+        assert self.runner.violations == []
+        return plan
+
+    def finish(self, *requests):
+        while self.scheduler.has_work or self.in_flight:
+            self.step()
+        for request in requests:
+            assert request.output == expected_tokens(request, 101)
+
+
+def long_output(name, length=60, tokens=200, **params):
+    return make_related(name, length, 0, max_tokens=tokens, ignore_eos=True, **params)
+
+
+@pytest.mark.parametrize("lag", [0, 1, 2])
+@pytest.mark.parametrize("caching", [False, True])
+def test_the_last_to_come_gives_way_and_ends_with_the_same_tokens(lag, caching):
+    driver = Driver(lag, num_pages=8, num_slots=9, prefix_caching=caching)
+    requests = [long_output(f"r{i}") for i in range(3)]  # 5 pages each at the end, 7 in all
+    for request in requests:
+        driver.scheduler.add(request)
+    driver.finish(*requests)
+    assert [request.epoch for request in requests][0] == 0, "the first is never preempted"
+    assert driver.scheduler.stats().preempted == sum(r.epoch for r in requests) > 0
+    forced = [len(row.forced) for p in driver.plans if isinstance(p, DecodePlan) for row in p.rows]
+    assert sum(forced) > 0, "known tokens are fed again, not sampled"
+
+
+def test_a_preempted_request_comes_back_before_those_who_came_later():
+    driver = Driver(num_pages=8, max_running=3)
+    requests = [long_output(f"r{i}") for i in range(4)]
+    for request in requests:
+        driver.scheduler.add(request)
+    driver.finish(*requests)
+    first_rows = [
+        row.request.request_id for p in driver.plans if isinstance(p, PrefillPlan) for row in p.rows
+    ]
+    assert first_rows[:3] == ["r0", "r1", "r2"]
+    assert first_rows.index("r3") > max(i for i, name in enumerate(first_rows) if name == "r1")
+
+
+def test_replaying_is_bounded():
+    """Ten requests on room for three: nobody is preempted again and again."""
+    driver = Driver(num_pages=16, num_slots=12, max_running=10)
+    requests = [long_output(f"r{i}") for i in range(10)]
+    for request in requests:
+        driver.scheduler.add(request)
+    driver.finish(*requests)
+    assert driver.scheduler.stats().preempted <= 20
+    fed = sum(row.steps for p in driver.plans if isinstance(p, DecodePlan) for row in p.rows)
+    assert fed <= 2 * sum(r.max_tokens for r in requests)
+
+
+def test_equal_prompts_computed_side_by_side_do_not_pin_each_other_s_pages():
+    """Each holds its own copy of pages that the cache knows in the other's."""
+    driver = Driver(1, num_pages=9, prefix_caching=True, snapshot_interval=8192, chunked_prefill_size=64)
+    twins = [make_related(name, 250, 250, max_tokens=260, ignore_eos=True) for name in "ab"]
+    for twin in twins:
+        driver.scheduler.add(twin)
+    driver.finish(*twins)
+    assert driver.scheduler.memory.cache.num_pages == 3
+
+
+def test_a_higher_priority_preempts_and_goes_first():
+    driver = Driver(num_pages=8, max_running=2, priorities=True)
+    low = [long_output(f"low{i}") for i in range(3)]
+    for request in low:
+        request.priority = -1
+        driver.scheduler.add(request)
+    for _ in range(6):
+        driver.step()
+    urgent = long_output("urgent", tokens=20)
+    driver.scheduler.add(urgent)
+    plan = driver.step()
+    assert isinstance(plan, PrefillPlan) and [row.request for row in plan.rows] == [urgent]
+    assert [request.epoch for request in low] == [0, 1, 0]
+    equal = long_output("equal", tokens=20)
+    driver.scheduler.add(equal)
+    for _ in range(2):  # prefill and decode steps alternate
+        driver.step()
+    assert equal.admitted is not None and low[0].epoch == 1
+    driver.finish(*low, urgent, equal)
+
+
+def test_without_the_flag_priorities_change_nothing():
+    driver = Driver(max_running=1)
+    first, second = long_output("first"), long_output("second")
+    second.priority = 5
+    for request in (first, second):
+        driver.scheduler.add(request)
+    for _ in range(3):
+        driver.step()
+    assert (first.epoch, second.admitted) == (0, None)
+    driver.finish(first, second)
+
+
+def test_the_longest_cached_prefix_goes_first_but_not_for_ever():
+    driver = Driver(prefix_caching=True, policy="lpm", max_running=1)
+    warm = make_related("warm", 300, 300, max_tokens=1)
+    driver.scheduler.add(warm)
+    driver.finish(warm)
+    cold = make_related("cold", 300, 0, max_tokens=1)
+    others = [make_related(f"o{i}", 300, 280, max_tokens=1) for i in range(100)]
+    for request in (cold, *others):
+        driver.scheduler.add(request)
+    order = []
+    while driver.scheduler.has_work:
+        plan = driver.step()
+        if isinstance(plan, PrefillPlan):
+            order += [row.request.request_id for row in plan.rows if row.is_last]
+    assert order.index("cold") == 64
+
+
+def test_short_prompts_do_not_wait_for_long_ones():
+    driver = Driver(num_pages=200, num_slots=20, max_running=16)
+    longs = [make_related(f"long{i}", 630, 0, max_tokens=2, ignore_eos=True) for i in range(5)]
+    for request in longs:
+        driver.scheduler.add(request)
+    driver.step()
+    shorts = [make_related(f"short{i}", 100, 0, max_tokens=2, ignore_eos=True) for i in range(3)]
+    for request in shorts:
+        driver.scheduler.add(request)
+    rows = [row for _ in range(3) if isinstance(p := driver.step(), PrefillPlan) for row in p.rows]
+    done = {row.request.request_id for row in rows if row.is_last}
+    assert {"short0", "short1"} <= done, "half of each step is theirs"
+    assert any(row.request.request_id.startswith("long") for row in rows), "and half is not"
+    driver.finish(*longs, *shorts)
+
+
+def test_a_flood_of_short_prompts_does_not_starve_a_long_one():
+    driver = Driver(num_pages=200, num_slots=20, max_running=16)
+    long = make_related("long", 630, 0, max_tokens=2, ignore_eos=True)
+    driver.scheduler.add(long)
+    count = 0
+    while long.finish_reason is None:
+        for _ in range(6):
+            driver.scheduler.add(make_related(f"s{count}", 60, 0, max_tokens=1))
+            count += 1
+        driver.step()
+        assert count < 100
+    assert long.output == expected_tokens(long, 101)
+
+
+def test_a_long_prompt_leaves_no_tiles_unused():
+    driver = Driver(max_running=4)
+    for name in "ab":
+        driver.scheduler.add(make_related(name, 330, 0, max_tokens=1))
+    plan = driver.step()
+    assert [(row.request.request_id, row.start, row.end) for row in plan.rows] == [
+        ("a", 0, 330),
+        ("b", 0, 128),
+    ]
+
+
+def test_deadlines_and_queue_timeouts():
+    now = [0.0]
+    scheduler = scheduler_of(max_running=1, queue_timeout=5.0, clock=lambda: now[0])
+    running, waiting, hurried = (make_related(n, 20, 0, max_tokens=50) for n in ("r", "w", "h"))
+    hurried.deadline = 2.0
+    for request in (running, waiting, hurried):
+        scheduler.add(request)
+    scheduler.next_plan()
+    assert scheduler.expired() == []
+    now[0] = 2.0
+    assert scheduler.expired() == [hurried]
+    scheduler.finish(hurried, "timeout")
+    now[0] = 10.0
+    assert scheduler.expired() == [waiting], "what runs has no queue timeout"
+    assert scheduler.expired() == []
+
+
+def test_a_preempted_request_does_not_expire_by_the_queue_timeout():
+    now = [0.0]
+    scheduler = scheduler_of(queue_timeout=5.0, clock=lambda: now[0])
+    request = long_output("a")
+    scheduler.add(request)
+    scheduler.next_plan()
+    scheduler.preempt(request)
+    now[0] = 6.0
+    assert scheduler.expired() == []
+
+
+def test_the_engine_preempts_without_anyone_noticing():
+    runner = FakeRunner(num_pages=8, context_length=448)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True, logprobs=1)
+    with serving(runner) as (engine, _):
+        prompts = [prompt_of(60, i) for i in range(6)]
+        results = engine.generate(prompts, params)
+        assert engine.stats.preempted > 0
+        for result, prompt in zip(results, prompts, strict=True):
+            assert list(result.token_ids) == alone(engine, prompt, params)
+            assert result.logprobs is not None
+            assert [item.token_id for item in result.logprobs] == list(result.token_ids)
+
+
+def test_the_engine_ends_a_request_at_its_deadline():
+    runner, recorder = FakeRunner(), Recorder()
+    with serving(runner, request_timeout=0.2) as (engine, _):
+        runner.on_launch = lambda plan: time.sleep(0.01)
+        params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+        engine.submit(prompt_of(60), params, recorder, request_id="a", timeout=60)
+        recorder.wait()
+        assert recorder.reason("a") == "timeout"
+        assert 0 < len(recorder.tokens("a")) < 500
+        assert recorder.tokens("a") == alone(engine, prompt_of(60), params)[: len(recorder.tokens("a"))]
+
+
+def measured(pace, tiles, seconds):
+    pace.launched(tiles, True)
+    pace.took(seconds)
+
+
+def test_prefill_steps_are_made_to_fit_between_decode_steps():
+    pace = Pace(0.5, (1, 2, 8))
+    assert pace.tiles(8) == 8, "nothing is known yet"
+    measured(pace, 0, 0.020)
+    measured(pace, 8, 0.100)
+    assert pace.owes
+    for _ in range(5):
+        assert pace.owes
+        measured(pace, 0, 0.020)
+    assert not pace.owes
+    assert pace.tiles(8) == 1, "a step of 8 takes too long, and one of 2 has not been seen"
+    measured(pace, 1, 0.008)
+    assert pace.tiles(8) == 2, "2 tiles cannot take more than twice as long as one"
+    measured(pace, 2, 0.012)
+    assert pace.tiles(8) == 2
+
+
+def test_a_slow_sample_does_not_stay():
+    pace = Pace(0.5, (1, 8))
+    measured(pace, 8, 30.0)  # it compiled
+    measured(pace, 0, 0.1)
+    assert pace.tiles(8) == 1
+    for _ in range(20):
+        measured(pace, 1, 0.01)
+        measured(pace, 0, 0.1)
+    assert pace.tiles(8) == 8
+    for _ in range(200):
+        if not pace.owes:
+            break
+        measured(pace, 0, 0.1)
+    assert not pace.owes, "what is owed is bounded"
+
+
+def test_a_full_share_means_alternation():
+    pace = Pace(1.0, (1, 8))
+    measured(pace, 0, 0.001)
+    measured(pace, 8, 10.0)
+    assert not pace.owes
+    assert pace.tiles(8) == 8
+
+
+def test_decoding_goes_first_while_prefill_owes():
+    driver = Driver(num_pages=100, prefill_share=0.5, prefill_sizes=(1, 8), max_running=4)
+    driver.scheduler.add(long_output("decoding", 10, 300))
+    driver.step()
+    driver.scheduler.add(make_related("long", 630, 0, max_tokens=2))
+    seconds = {PrefillPlan: 0.05, DecodePlan: 0.01}
+    kinds = []
+    for _ in range(40):
+        plan = driver.step()
+        driver.scheduler.pace.took(seconds[type(plan)])
+        kinds.append(type(plan))
+    last = max(i for i, kind in enumerate(kinds) if kind is PrefillPlan)
+    prefill = sum(kind is PrefillPlan for kind in kinds[: last + 1])
+    assert prefill * 0.05 <= 1.5 * (last + 1 - prefill) * 0.01 + 0.1
