@@ -5,6 +5,7 @@ hybridjax/text/sandbox.py, with the names that Hugging Face's ``apply_chat_templ
 """
 
 import functools
+import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -25,6 +26,22 @@ _COMMON_OPTIONS = {"enable_thinking", "thinking", "reasoning_effort"}
 _IMAGE = {"type": "image"}
 _PROBE = "HybridjaxProbe"
 
+# The tool that ``ToolUse.sample`` calls, and what with.
+PROBE_TOOL = "hybridjax_probe"
+_PROBE_KEY, _PROBE_VALUE = "hybridjax_key", "hybridjax_value"
+_PROBE_SCHEMA = {
+    "type": "function",
+    "function": {
+        "name": PROBE_TOOL,
+        "description": "Does nothing.",
+        "parameters": {
+            "type": "object",
+            "properties": {_PROBE_KEY: {"type": "string", "description": "A word."}},
+            "required": [_PROBE_KEY],
+        },
+    },
+}
+
 
 class Accepts(NamedTuple):
     """What a template makes of the content of a message.
@@ -40,8 +57,29 @@ class Accepts(NamedTuple):
     images: bool
 
 
+class ToolUse(NamedTuple):
+    """What a template makes of tools.
+
+    Attributes:
+      tools: it writes the tools that it is given.
+      calls: it writes the tool calls of a message.
+      as_text: it wants the arguments of a call as JSON text, not as an object.
+      sample: a conversation with tools and, if it writes them, a call of PROBE_TOOL.
+    """
+
+    tools: bool = False
+    calls: bool = False
+    as_text: bool = False
+    sample: str = ""
+
+
 class ChatTemplate:
-    """One compiled template."""
+    """One compiled template.
+
+    Attributes:
+      options: names of the variables that callers may set.
+      reasons: it knows of ``<think>``.
+    """
 
     def __init__(self, source: str, *, name: str, special_tokens: Mapping[str, str] | None = None):
         """Compiles ``source``.
@@ -60,6 +98,7 @@ class ChatTemplate:
                 f"{name}: the chat template has {len(source)} characters; at most {MAX_TEMPLATE_CHARS}"
             )
         self._special_tokens = dict(special_tokens or {})
+        self.reasons = "<think>" in source or "</think>" in source
         try:
             self._template, variables = sandbox.compile_template(source)
         except jinja2.TemplateSyntaxError as error:
@@ -82,7 +121,8 @@ class ChatTemplate:
         Templates are never shown an image's URL.
 
         Args:
-          messages: mappings with ``role``, ``content`` and what else the template reads.
+          messages: mappings with ``role``, ``content`` and what else the template reads. The arguments of
+            ``tool_calls`` are objects; templates that want JSON text get that.
           tools: JSON schemas of tools, in OpenAI's form.
           add_generation_prompt: end with the opening of the assistant's turn.
           **options: further variables of the template: booleans, numbers or short strings.
@@ -95,7 +135,7 @@ class ChatTemplate:
             raise RequestError("messages must be a list of objects", param="messages")
         for name, value in options.items():
             self._check_option(name, value)
-        adapted = [self._adapted(message) for message in messages]
+        adapted = [self._with_calls(self._adapted(message)) for message in messages]
         try:
             return self._run(adapted, list(tools) if tools else None, bool(add_generation_prompt), options)
         except jinja2.UndefinedError as error:
@@ -126,9 +166,37 @@ class ChatTemplate:
         pictured = self._try([_IMAGE, text]) if parts else ""
         return Accepts(strings, parts, _PROBE in pictured and pictured.split() != listed.split())
 
-    def _try(self, content: Any) -> str:
+    @functools.cached_property
+    def tool_use(self) -> ToolUse:
+        """Found out by trying, like ``accepts``."""
         try:
-            return self._run([{"role": "user", "content": content}], None, True, {})
+            return self._tool_use()
+        except sandbox.LimitError:
+            return ToolUse()
+
+    def _tool_use(self) -> ToolUse:
+        user = self._adapted({"role": "user", "content": _PROBE})
+        content = self._adapted({"role": "assistant", "content": ""})
+        plain = self._try_all([user], [_PROBE_SCHEMA])
+        knows_tools = PROBE_TOOL in plain and _PROBE_KEY in plain
+        for as_text in (False, True):
+            arguments: Any = {_PROBE_KEY: _PROBE_VALUE}
+            if as_text:
+                arguments = json.dumps(arguments)
+            function = {"name": PROBE_TOOL, "arguments": arguments}
+            # Some templates insist on ids of nine characters.
+            call = {"id": "hybridjax", "type": "function", "function": function}
+            sample = self._try_all([user, {**content, "tool_calls": [call]}], [_PROBE_SCHEMA])
+            if _PROBE_VALUE in sample:
+                return ToolUse(knows_tools, True, as_text, sample)
+        return ToolUse(knows_tools, sample=plain)
+
+    def _try(self, content: Any) -> str:
+        return self._try_all([{"role": "user", "content": content}], None)
+
+    def _try_all(self, messages: list[Any], tools: Any) -> str:
+        try:
+            return self._run(messages, tools, tools is None, {})
         except sandbox.LimitError:
             raise
         except Exception:  # nothing that a stranger's program may not raise
@@ -162,6 +230,17 @@ class ChatTemplate:
         if self.accepts.parts:
             return {**message, "content": parts}
         return {**message, "content": "\n".join(part["text"] for part in parts)}
+
+    def _with_calls(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        calls = message.get("tool_calls")
+        if not calls or not self.tool_use.as_text:
+            return message
+        written = []
+        for call in calls:
+            function = call["function"]
+            arguments = json.dumps(function["arguments"], ensure_ascii=False)
+            written.append({**call, "function": {**function, "arguments": arguments}})
+        return {**message, "tool_calls": written}
 
     def _check_option(self, name: str, value: Any) -> None:
         param = "chat_template_kwargs"

@@ -10,7 +10,7 @@ import tokenizers
 from hybridjax.errors import CheckpointError, RequestError
 from hybridjax.json_files import read_object
 from hybridjax.text.byte_alphabet import BYTE_OF_CHAR
-from hybridjax.text.chat_template import ChatTemplate
+from hybridjax.text.chat_template import ChatTemplate, ToolUse
 from hybridjax.text.token_length import longest_token_bytes
 
 
@@ -201,14 +201,29 @@ class Tokenizer:
         Raises:
           RequestError: there is no chat template, or it rejects the messages or an option.
         """
+        template = self._template(with_tools=bool(tools))
+        return template.render(messages, tools, add_generation_prompt, **options)
+
+    @property
+    def tool_use(self) -> ToolUse:
+        """What the chat template makes of tools; nothing if there is none."""
+        template = self._templates.get("tool_use") or self._templates.get("default")
+        return template.tool_use if template is not None else ToolUse()
+
+    @property
+    def chat_reasons(self) -> bool:
+        """Whether the chat template knows of ``<think>``."""
+        return any(template.reasons for template in self._templates.values())
+
+    def _template(self, with_tools: bool) -> ChatTemplate:
         if not self._templates:
             raise RequestError("this model has no chat template; use plain completions", param="messages")
-        name = "tool_use" if tools and "tool_use" in self._templates else "default"
+        name = "tool_use" if with_tools and "tool_use" in self._templates else "default"
         template = self._templates.get(name)
         if template is None:
             known = ", ".join(sorted(self._templates))
             raise RequestError(f"this model has no default chat template, only {known}", param="messages")
-        return template.render(messages, tools, add_generation_prompt, **options)
+        return template
 
 
 def _read_json(file: Path) -> dict[str, Any]:

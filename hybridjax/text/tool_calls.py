@@ -7,11 +7,18 @@ Formats:
 """
 
 import dataclasses
-import json
 from typing import Literal
 
 from hybridjax.text.json_scanner import SPACE
-from hybridjax.text.tool_readers import JsonReader, Reader, Tools, XmlReader, overlap, skip_space
+from hybridjax.text.tool_readers import (
+    ARGUMENT_KEYS,
+    JsonReader,
+    Reader,
+    Tools,
+    XmlReader,
+    overlap,
+    skip_space,
+)
 
 Format = Literal["hermes", "qwen3_coder", "json"]
 FORMATS: tuple[Format, ...] = ("hermes", "qwen3_coder", "json")
@@ -64,8 +71,9 @@ def detect(sample: str, probe: str) -> Format | None:
         return "qwen3_coder"
     if OPEN in sample:
         return "hermes"
-    name = json.dumps({"name": probe})[1:-1]
-    return "json" if name in sample or name.replace(" ", "") in sample else None
+    compact = "".join(sample.split())
+    calls = (f'{{"name":"{probe}","{key}":{{' for key in ARGUMENT_KEYS)
+    return "json" if any(call in compact for call in calls) else None
 
 
 class ToolCallParser:
