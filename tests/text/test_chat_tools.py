@@ -78,7 +78,7 @@ def test_templates_that_know_reasoning(source: str, reasons: bool):
 
 
 def test_the_tokenizer_says_what_its_templates_know(tmp_path):
-    (tmp_path / "tokenizer.json").write_text(json.dumps(byte_level()))
+    byte_level().save(str(tmp_path / "tokenizer.json"))
     tokenizer = load_tokenizer(tmp_path)
     assert (tokenizer.tool_use, tokenizer.chat_reasons) == (ToolUse(), False)
     templates = [{"name": "default", "template": "<think>"}, {"name": "tool_use", "template": QWEN}]
