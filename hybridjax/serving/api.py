@@ -25,10 +25,12 @@ class Grammar:
       kind: the language of ``source``: a JSON schema, nothing (any JSON object), a regular expression, a
         grammar in EBNF (XGrammar's and SGLang's GBNF), or one in llguidance's Lark.
       source: text in that language.
+      field: the request field that it came in, for errors.
     """
 
     kind: GrammarKind
     source: str = ""
+    field: str = "grammar"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

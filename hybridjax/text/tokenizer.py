@@ -66,6 +66,7 @@ class Tokenizer:
       bos_token_id, eos_token_id: their ids, None likewise. The model's own list of end tokens is in
         its config and may be longer.
       special_ids: ids that ``decode`` leaves out by default.
+      has_token_bytes: whether a token stands for the same bytes wherever it stands.
       longest_token_bytes: the most UTF-8 bytes of a text that one token covers; None if this tokenizer
         has no sure bound.
     """
@@ -102,6 +103,7 @@ class Tokenizer:
         kinds = [kind["type"] for kind in kinds if kind["type"] != "Sequence"]
         self.is_byte_level = kinds == ["ByteLevel"]
         self.has_byte_fallback = "ByteFallback" in kinds
+        self.has_token_bytes = self.is_byte_level or self.has_byte_fallback
         normalizer = backend.normalizer
         self.longest_token_bytes = longest_token_bytes(
             spec, normalizer.normalize_str if normalizer is not None else str
@@ -164,6 +166,10 @@ class Tokenizer:
             return self._backend.decode(ids, skip_special_tokens=skip_special_tokens)
         except OverflowError as error:
             raise RequestError("token ids must be between 0 and 2**32 - 1") from error
+
+    def serialized(self) -> str:
+        """What tokenizer.json says, for libraries that read it themselves."""
+        return self._backend.to_str()
 
     def id_to_token(self, index: int) -> str | None:
         """The token as the vocabulary spells it, None beyond the vocabulary."""

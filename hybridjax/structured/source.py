@@ -1,0 +1,71 @@
+"""From a grammar as clients write it to the one that llguidance compiles, checked as far as the text shows."""
+
+import json
+from typing import Any
+
+from llguidance import LLMatcher
+
+from hybridjax.structured.ebnf import ebnf_to_lark
+
+MAX_JSON_DEPTH = 64
+# Unbounded, a model can pad its answer to the token limit.
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}
+_ANY_OBJECT = '{"type": "object"}'
+
+
+def to_llguidance(kind: str, source: str, max_bytes: int) -> str:
+    """A grammar in llguidance's own JSON.
+
+    Args:
+      kind, source: see ``hybridjax.serving.api.Grammar``.
+      max_bytes: of the source in UTF-8.
+
+    Raises:
+      ValueError: the source is not in that language or too large.
+    """
+    try:
+        size = len(source.encode())
+    except UnicodeEncodeError as error:
+        raise ValueError("it is not valid Unicode: it holds a lone surrogate") from error
+    if size > max_bytes:
+        raise ValueError(f"it has {size} bytes; at most {max_bytes} are allowed")
+    if kind == "json_schema":
+        _check_schema(source)
+        # llguidance attaches the options to the schema, so it must be an object.
+        schema = "{}" if source.strip() == "true" else source
+        return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)
+    if kind == "json_object":
+        return LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=_JSON_OPTIONS)
+    if not source.strip():
+        raise ValueError("it is empty")
+    if kind == "regex":
+        return LLMatcher.grammar_from_regex(source)
+    if kind == "ebnf":
+        return LLMatcher.grammar_from_lark(ebnf_to_lark(source))
+    if kind == "lark":
+        return LLMatcher.grammar_from_lark(source)
+    raise ValueError(f"unknown kind of grammar {kind!r}")
+
+
+def _check_schema(source: str) -> None:
+    try:
+        schema = json.loads(source)
+    except RecursionError as error:
+        raise ValueError(f"it is more than {MAX_JSON_DEPTH} levels deep") from error
+    except ValueError as error:
+        raise ValueError(f"it is not JSON: {error}") from error
+    if schema is False:
+        raise ValueError("nothing can match false")
+    if schema is not True and not isinstance(schema, dict):
+        raise ValueError("a JSON schema is an object, true or false")
+    level: list[Any] = [schema]
+    for _ in range(MAX_JSON_DEPTH):
+        level = [
+            child
+            for value in level
+            if isinstance(value, dict | list)
+            for child in (value.values() if isinstance(value, dict) else value)
+        ]
+        if not level:
+            return
+    raise ValueError(f"it is more than {MAX_JSON_DEPTH} levels deep")
