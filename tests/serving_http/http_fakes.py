@@ -26,6 +26,7 @@ from hybridjax.serving.api import (
 )
 from hybridjax.serving.http.app import create_app
 from hybridjax.serving.http.server import HttpServer, listen, reserve
+from hybridjax.text import ToolUse
 
 BOS, EOS, IMAGE = 256, 257, 258
 PLACEHOLDER = "<|image_pad|>"
@@ -40,6 +41,8 @@ class ByteTokenizer:
 
     is_byte_level = True
     has_chat_template = True
+    tool_use = ToolUse()
+    chat_reasons = False
 
     def __init__(self):
         self.rendered: list[Any] = []
@@ -98,6 +101,7 @@ class _Live:
     on_output: OnOutput
     tokens: Iterator[Any]
     cached_tokens: int
+    queue_seconds: float | None = None
     generated: int = 0
     decoder: Any = dataclasses.field(default_factory=lambda: codecs.getincrementaldecoder("utf-8")())
     held: str = ""
@@ -136,6 +140,7 @@ class _Live:
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.generated,
             cached_tokens=self.cached_tokens,
+            queue_seconds=self.queue_seconds,
             **fields,
         )
 
@@ -148,7 +153,7 @@ class FakeEngine:
       budget: tokens it may still emit over all requests; None: any number.
       live: requests without a last event, by id.
       submitted: all requests ever, by id.
-      images: of all requests ever, by id.
+      images, options: of all requests ever, by id.
       aborts: calls of abort, by id.
       ends: last events, by id.
     """
@@ -176,12 +181,14 @@ class FakeEngine:
         self.script: Callable[[Sequence[int], SamplingParams], Iterator[Any]] = alphabet
         self.submit_error: Exception | None = None
         self.cached_tokens = 0
+        self.queue_seconds: float | None = None
         self.flushes = 0
         self.budget: int | None = None
         self.emitted = 0
         self.live: dict[str, _Live] = {}
         self.submitted: dict[str, tuple[Sequence[int], SamplingParams]] = {}
         self.images: dict[str, Sequence[np.ndarray]] = {}
+        self.options: dict[str, dict[str, Any]] = {}
         self.aborts: Counter[str] = Counter()
         self.ends: Counter[str] = Counter()
         self._max_queued = max_queued
@@ -199,6 +206,9 @@ class FakeEngine:
         *,
         request_id: str | None = None,
         images: Sequence[np.ndarray] = (),
+        priority: int = 0,
+        cache_salt: str | None = None,
+        timeout: float | None = None,
     ) -> str:
         assert request_id is not None and not isinstance(prompt, str)
         with self._changed:
@@ -227,9 +237,11 @@ class FakeEngine:
             if len(self.live) >= self._max_queued:
                 raise QueueFullError("the queue is full", retry_after=7)
             self.submitted[request_id] = (prompt, params)
+            self.options[request_id] = {"priority": priority, "cache_salt": cache_salt, "timeout": timeout}
             self.images[request_id] = images
             tokens = self.script(prompt, params)
-            live = _Live(request_id, prompt, length, params, on_output, tokens, self.cached_tokens)
+            counts = self.cached_tokens, self.queue_seconds
+            live = _Live(request_id, prompt, length, params, on_output, tokens, *counts)
             self.live[request_id] = live
             self._changed.notify_all()
         return request_id

@@ -61,10 +61,12 @@ def test_every_route_is_public_or_refuses_without_a_key(locked: RunningServer):
                     continue
                 if not refused(reply):
                     public.add(path)
-    assert public == PUBLIC == {"/health"}
+    assert public == PUBLIC == {"/health", "/"}
 
 
-@pytest.mark.parametrize("path", ["/", "/nope", "/health/", "/healthy", "/health%2f", "/HEALTH", "//health"])
+@pytest.mark.parametrize(
+    "path", ["/web", "/nope", "/health/", "/healthy", "/health%2f", "/HEALTH", "//health"]
+)
 def test_what_is_no_route_refuses_too(locked: RunningServer, path: str):
     assert refused(httpx.get(locked.url + path))
     assert refused(httpx.get(locked.url + path, headers=bearer(API)))
@@ -119,9 +121,23 @@ def raw(port: int, request: bytes) -> bytes:
         return b"".join(iter(lambda: sock.recv(2**16), b""))
 
 
-@pytest.mark.parametrize(
-    "host", [b"/health", b"x/health?", b"127.0.0.1:99999/health#", b"", b"@/health", b"\xff"]
-)
+HOSTS = [b"/health", b"x/health?", b"127.0.0.1:99999/health#", b"", b"@/health", b"\xff", b"a b", b"x:y"]
+
+
+@pytest.mark.parametrize("host", HOSTS)
+def test_a_malformed_host_is_refused(http: httpx.Client, server: RunningServer, host: bytes):
+    reply = raw(server.port, b"GET /v1/models HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")
+    assert reply.startswith(b"HTTP/1.1 400 ") and b"owned_by" not in reply
+
+
+@pytest.mark.parametrize("host", [b"localhost", b"localhost:80", b"[::1]:80", b"10.0.0.1", b"a-b.example_.c"])
+def test_a_proper_host_is_any_name(http: httpx.Client, server: RunningServer, host: bytes):
+    asking = b"GET /v1/models HTTP/1.1\r\nConnection: close\r\nHost: " + host + b"\r\n\r\n"
+    assert raw(server.port, asking).startswith(b"HTTP/1.1 200 ")
+    assert raw(server.port, b"GET /v1/models HTTP/1.0\r\n\r\n").startswith(b"HTTP/1.1 200 ")
+
+
+@pytest.mark.parametrize("host", HOSTS)
 def test_a_malformed_host_opens_nothing(locked: RunningServer, host: bytes):
     for target in (b"/v1/models", b"http://x/health/../v1/models"):
         reply = raw(locked.port, b"GET " + target + b" HTTP/1.1\r\nHost: " + host + b"\r\n\r\n")

@@ -261,7 +261,7 @@ def test_an_unknown_model_is_not_found(shared: httpx.Client):
 
 
 @pytest.mark.parametrize(
-    "path", ["/", "/v1", "/v1/completion", "/v1/completions/", "/docs", "/%00%ff", "/v1/embeddings"]
+    "path", ["/web", "/v1", "/v1/completion", "/v1/completions/", "/docs", "/%00%ff", "/v1/embeddings"]
 )
 def test_an_unknown_route_is_not_found(shared: httpx.Client, path: str):
     check(shared.get(path), 404, None, "no such route", "not_found")

@@ -48,9 +48,10 @@ def test_a_fresh_server_has_done_nothing(measured: RunningServer):
     values = scrape(measured)
     assert set(values.values()) == {0}
     names = {name.split()[0] for name in values}
-    histograms = "time_to_first_token", "inter_token_latency", "e2e_request_latency"
+    histograms = "time_to_first_token", "inter_token_latency", "e2e_request_latency", "queue_time"
     assert names == {
         *("num_running_reqs", "num_queue_reqs", "token_usage", "mamba_usage", "gen_throughput"),
+        *("cache_hit_rate", "num_retracted_reqs_total"),
         *("prompt_tokens_total", "generation_tokens_total", "cached_tokens_total"),
         *("num_aborted_requests_total", "num_requests_total"),
         *(f"{name}_seconds_{part}" for name in histograms for part in ("bucket", "count", "sum")),
@@ -58,7 +59,7 @@ def test_a_fresh_server_has_done_nothing(measured: RunningServer):
 
 
 def test_requests_add_up(measured: RunningServer, engine: FakeEngine):
-    engine.cached_tokens = 2
+    engine.cached_tokens, engine.queue_seconds = 2, 0.25
     body = {"prompt": [1, 2, 3], "max_tokens": 5, "n": 2}
     assert httpx.post(measured.url + COMPLETIONS, json=body).status_code == 200
     engine.script = saying("xy")
@@ -71,6 +72,12 @@ def test_requests_add_up(measured: RunningServer, engine: FakeEngine):
     assert values["cached_tokens_total"] == 6
     statuses = {status: values[f"num_requests_total {status}"] for status in ("stop", "length", "error")}
     assert statuses == {"stop": 1, "length": 2, "error": 1}
+    assert values["cache_hit_rate"] == 6 / 8
+    # Each completion waited once, however many events it had, also the one that failed.
+    assert values["queue_time_seconds_count"] == 4
+    assert values["queue_time_seconds_bucket 0.2"] == 0
+    assert values["queue_time_seconds_bucket 0.5"] == 4
+    assert values["queue_time_seconds_sum"] == 1
     assert values["time_to_first_token_seconds_count"] == 3
     assert values["inter_token_latency_seconds_count"] == 4 + 4 + 2
     assert values["e2e_request_latency_seconds_count"] == 4
@@ -96,11 +103,11 @@ def test_a_client_that_leaves_is_an_abort(measured: RunningServer, engine: FakeE
 
 def test_gauges_are_the_engines(measured: RunningServer, engine: FakeEngine):
     engine.stats = EngineStats(
-        running=3, waiting=2, used_pages=10, total_pages=40, used_slots=3, total_slots=8
+        running=3, waiting=2, used_pages=10, total_pages=40, used_slots=3, total_slots=8, preempted=9
     )
     values = scrape(measured)
-    names = "num_running_reqs", "num_queue_reqs", "token_usage", "mamba_usage"
-    assert [values[name] for name in names] == [3, 2, 0.25, 0.375]
+    names = "num_running_reqs", "num_queue_reqs", "token_usage", "mamba_usage", "num_retracted_reqs_total"
+    assert [values[name] for name in names] == [3, 2, 0.25, 0.375, 9]
 
 
 def test_the_names_are_the_same_whatever_a_scraper_accepts(measured: RunningServer):
@@ -188,7 +195,7 @@ def logged(caplog: pytest.LogCaptureFixture) -> list[dict[str, Any]]:
 def test_finished_requests_are_logged_without_their_text(
     serve: Any, engine: FakeEngine, caplog: pytest.LogCaptureFixture
 ):
-    engine.cached_tokens = 1
+    engine.cached_tokens, engine.queue_seconds = 1, 0.5
     server = serve(log_requests=True)
     with caplog.at_level(logging.INFO, "hybridjax.requests"):
         body = {"prompt": "secret", "max_tokens": 3, "n": 2, "user": "somebody"}
@@ -198,17 +205,27 @@ def test_finished_requests_are_logged_without_their_text(
         engine.script = lambda prompt, params: iter([97, RuntimeError("no")])
         httpx.post(server.url + COMPLETIONS, json={"prompt": [1, 2]})
         httpx.post(server.url + COMPLETIONS, json={"prompt": []})
+        httpx.post(server.url + COMPLETIONS, json={"prompt": "x"}, headers={"host": "no/host"})
+        httpx.get(server.url + "/health")
         server.settle()
     lines = logged(caplog)
+    for line in lines[:3]:
+        assert 0 < line.pop("time_to_first_token") <= line["latency"]
+        assert line.pop("queue_time") == 0.5
     for line in lines:
         assert 0 <= line.pop("latency") < PATIENCE
         assert len(line.pop("id")) == 32
-    counts = {"model": "fake", "prompt_tokens": 14, "completion_tokens": 6, "cached_tokens": 2}
-    assert lines[0] == {"route": COMPLETIONS, **counts, "finish_reasons": ["length", "length"]}
+        assert line.pop("model") == "fake"
+    counts = {"prompt_tokens": 14, "completion_tokens": 6, "cached_tokens": 2}
+    fine = {"route": COMPLETIONS, "status": 200, "error": None}
+    assert lines[0] == {**fine, **counts, "finish_reasons": ["length", "length"]}
     assert lines[1]["route"] == "/v1/chat/completions"
     assert (lines[1]["completion_tokens"], lines[1]["finish_reasons"]) == (2, ["length"])
     assert lines[2]["finish_reasons"] == ["error"]
-    assert len(lines) == 3
+    assert (lines[2]["status"], lines[2]["error"]) == (500, "internal_error")
+    assert lines[3] == {"route": COMPLETIONS, "status": 400, "error": "invalid_value"}
+    assert lines[4] == {"route": COMPLETIONS, "status": 400, "error": "bad_host"}
+    assert len(lines) == 5
     assert "secret" not in caplog.text and "somebody" not in caplog.text and "abc" not in caplog.text
     assert first.headers["x-request-id"] in caplog.text
 
@@ -227,6 +244,7 @@ def test_a_client_that_leaves_is_logged_as_an_abort(
         server.settle()
     [line] = logged(caplog)
     assert (line["finish_reasons"], line["completion_tokens"]) == (["abort"], 2)
+    assert line["status"] == 200 and line["queue_time"] is None
 
 
 def test_requests_are_not_logged_unless_asked_for(http: httpx.Client, caplog: pytest.LogCaptureFixture):

@@ -37,7 +37,6 @@ def with_probe(
             model="fake",
             max_completions=8,
             sampling_defaults={},
-            log_requests=False,
         )
         await body(HealthProbe(front, timeout, clock), front, clock)
 
@@ -53,10 +52,10 @@ def test_a_healthy_engine_generates_one_token(http: httpx.Client, engine: FakeEn
 
 def test_an_engine_that_generates_nothing_is_told_and_left_nothing(serve: Any, engine: FakeEngine):
     engine.allow(0)
-    server = serve(health_check_timeout=0.05)
+    server = serve(health_check_timeout=0.5)
     reply = httpx.get(server.url + URL, timeout=PATIENCE)
     assert reply.status_code == 503
-    assert reply.json()["error"]["message"] == "the engine has generated nothing for 0.05 seconds"
+    assert reply.json()["error"]["message"] == "the engine has generated nothing for 0.5 seconds"
     engine.wait_until(lambda: not engine.live)
     assert set(engine.aborts.values()) == {1}
 

@@ -2,10 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import Any
 
-import numpy as np
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse
 from pydantic.json_schema import models_json_schema
@@ -17,19 +16,13 @@ from hybridjax.errors import EngineDeadError, ModelNotFoundError, RequestError
 from hybridjax.serving.api import FrontDoor
 from hybridjax.serving.http import errors
 from hybridjax.serving.http.auth import Authentication
-from hybridjax.serving.http.bodies import (
-    Bodies,
-    ChatBodies,
-    CompletionBodies,
-    Envelope,
-    TextTokenizer,
-    TokenTexts,
-)
-from hybridjax.serving.http.content import Picture, check_images, load_images
+from hybridjax.serving.http.bodies import CompletionBodies, Envelope
+from hybridjax.serving.http.chat import Chats, Prepared
+from hybridjax.serving.http.content import check_images
 from hybridjax.serving.http.errors import DrainingError, MetricsDisabledError
 from hybridjax.serving.http.generation import Front, Generation, Job, Lifecycle
 from hybridjax.serving.http.metrics import CONTENT_TYPE, Metrics
-from hybridjax.serving.http.middleware import BodyLimit, RequestLog
+from hybridjax.serving.http.middleware import BodyLimit, HostCheck, RequestLog
 from hybridjax.serving.http.native import NativeRoutes
 from hybridjax.serving.http.native_protocol import (
     AbortRequest,
@@ -47,6 +40,8 @@ from hybridjax.serving.http.protocol import (
 )
 from hybridjax.serving.http.respond import Answer, GenerationResponse, OpenAIAnswer
 from hybridjax.serving.http.telemetry import Telemetry
+from hybridjax.serving.http.tokens import TextTokenizer, TokenTexts
+from hybridjax.serving.http.webpage import STATE_PATH, WebPage, page_state
 
 BODIES: tuple[type[Schema], ...] = (
     *(CompletionRequest, ChatCompletionRequest, GenerateRequest),
@@ -56,14 +51,6 @@ BODIES: tuple[type[Schema], ...] = (
 
 # Prompts whose images are decoded at a time: each image may take hundreds of megabytes meanwhile.
 IMAGE_WORKERS = 4
-
-
-class Prepared(NamedTuple):
-    """Prompts as token ids, the bodies to answer them with, and the images that each of them has."""
-
-    prompts: list[list[int]]
-    bodies: Bodies
-    images: Sequence[np.ndarray] = ()
 
 
 def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: ServerConfig) -> FastAPI:
@@ -83,7 +70,8 @@ def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: Serve
     errors.install(app)
     app.add_middleware(BodyLimit, limit=config.max_request_bytes)
     app.add_middleware(Authentication, config=config)
-    app.add_middleware(RequestLog)
+    app.add_middleware(HostCheck)
+    app.add_middleware(RequestLog, model=service.name if config.log_requests else None)
 
     def route(path: str, endpoint: Callable[..., Any], method: str, **documented: Any) -> None:
         app.add_api_route(path, endpoint, methods=[method], response_model=None, **documented)
@@ -95,6 +83,9 @@ def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: Serve
     route("/health", service.health, "GET")
     route("/health", service.health, "HEAD", include_in_schema=False)
     route("/metrics", service.metrics, "GET")
+    if service.page is not None:
+        route("/", service.web_page, "GET", include_in_schema=False)
+        route(STATE_PATH, service.web_state, "GET")
     native = service.native
     route("/generate", native.generate, "POST", openapi_extra=_documented(GenerateRequest))
     route("/tokenize", native.tokenize, "POST", openapi_extra=_documented(TokenizeRequest))
@@ -117,18 +108,19 @@ class _Service:
         self._engine = engine
         self._tokenizer = tokenizer
         self._texts = TokenTexts(tokenizer)
-        self._name = config.served_model_name or engine.info.model_name
+        self.name = config.served_model_name or engine.info.model_name
+        self.page = None if config.disable_web_page else WebPage()
         self._front = Front(
             engine=engine,
             lifecycle=self.lifecycle,
             telemetry=self.telemetry,
-            model=self._name,
+            model=self.name,
             max_completions=min(MAX_PROMPTS, config.max_queued_requests),
             sampling_defaults=engine.info.sampling_defaults if config.sampling_defaults == "model" else {},
-            log_requests=config.log_requests,
         )
-        self._metrics = Metrics(engine, self.telemetry, self._name) if config.enable_metrics else None
-        self.native = NativeRoutes(self._front, tokenizer, self._texts, config)
+        self._metrics = Metrics(engine, self.telemetry, self.name) if config.enable_metrics else None
+        self._chats = Chats(self._front, tokenizer, self._texts, config)
+        self.native = NativeRoutes(self._front, tokenizer, self._texts, self._chats, config)
         self._created = int(time.time())
         self._image_gate = asyncio.Semaphore(IMAGE_WORKERS)
 
@@ -144,7 +136,7 @@ class _Service:
         pictures = body.pictures()
         check_images(len(pictures), self._engine.info)
         gate = self._image_gate if pictures else None
-        return self._generate(body, lambda generation: self._prepare_chat(body, pictures, generation), gate)
+        return self._generate(body, lambda generation: self._chats.prepare(body, pictures, generation), gate)
 
     async def models(self) -> dict[str, Any]:
         return {"object": "list", "data": [self._card()]}
@@ -168,15 +160,23 @@ class _Service:
         body = await run_in_threadpool(self._metrics.render)
         return Response(body, headers={"content-type": CONTENT_TYPE})
 
+    async def web_page(self) -> Response:
+        assert self.page is not None
+        return self.page.response()
+
+    async def web_state(self) -> dict[str, Any]:
+        chat = self._tokenizer is not None and self._tokenizer.has_chat_template
+        return page_state(self._engine, self.telemetry, self.lifecycle, model=self.name, chat=chat)
+
     def _card(self) -> dict[str, Any]:
         info = self._engine.info
-        card = {"id": self._name, "object": "model", "created": self._created, "owned_by": "hybridjax"}
+        card = {"id": self.name, "object": "model", "created": self._created, "owned_by": "hybridjax"}
         return card | {"root": info.model_path, "max_model_len": info.context_length}
 
     def _check_model(self, name: str) -> None:
-        if name not in ("", self._name):
+        if name not in ("", self.name):
             raise ModelNotFoundError(
-                f"the model {show(name)} does not exist here; this server serves {self._name!r}",
+                f"the model {show(name)} does not exist here; this server serves {self.name!r}",
                 param="model",
             )
 
@@ -192,10 +192,14 @@ class _Service:
 
         def prepare_all(generation: Generation) -> tuple[list[Job], Answer]:
             params = [body.sampling_params(choice, self._front.sampling_defaults) for choice in range(body.n)]
-            prompts, bodies, images = prepare(generation)
-            jobs = [Job(prompt, params[choice], images) for prompt in prompts for choice in range(body.n)]
-            envelope = Envelope(bodies, generation.request_id, self._name)
-            return jobs, OpenAIAnswer(body, prompts, bodies, envelope, token_ids)
+            prepared = prepare(generation)
+            prompts, images = prepared.prompts, prepared.images
+            params = [prepared.adapt(each) for each in params]
+            self._front.check_prompt_logprobs(prompts, body.n, params[0].prompt_logprobs)
+            options = body.submit_options()
+            jobs = [Job(prompt, each, images, **options) for prompt in prompts for each in params]
+            envelope = Envelope(prepared.bodies, generation.request_id, self.name)
+            return jobs, OpenAIAnswer(body, prompts, prepared.bodies, envelope, token_ids)
 
         return GenerationResponse(self._front, prepare_all, stream=body.stream, gate=gate)
 
@@ -208,26 +212,10 @@ class _Service:
                 raise RequestError("this server has no tokenizer; send token ids", param="prompt")
             if body.echo:
                 raise RequestError("echo needs a tokenizer, which this server lacks", param="echo")
-            return Prepared(ids, CompletionBodies(body, self._texts, ()))
+            return Prepared(ids, CompletionBodies(body, self._texts, ids, ()))
         prompts = ids or [self._front.encode(tokenizer, text, "prompt") for text in texts]
         echoes = texts if texts or not body.echo else [tokenizer.decode(prompt) for prompt in ids]
-        return Prepared(prompts, CompletionBodies(body, self._texts, echoes))
-
-    def _prepare_chat(
-        self, body: ChatCompletionRequest, pictures: list[tuple[str, Picture]], generation: Generation
-    ) -> Prepared:
-        tokenizer = self._tokenizer
-        if tokenizer is None or not tokenizer.has_chat_template:
-            lacks = "tokenizer" if tokenizer is None else "chat template"
-            raise RequestError(f"this server has no {lacks}; use /v1/completions", param="messages")
-        messages = [message.for_template() for message in body.messages]
-        text = tokenizer.render_chat(messages, add_generation_prompt=True, **body.chat_template_kwargs)
-        # Templates write the special tokens themselves.
-        prompt = self._front.encode(tokenizer, text, "messages", add_special_tokens=False)
-        support = self._engine.info.images
-        # Last, because what is wrong with the rest is found out in far less time.
-        images = load_images(pictures, support, generation.check_wanted) if support else ()
-        return Prepared([prompt], ChatBodies(body, self._texts), images)
+        return Prepared(prompts, CompletionBodies(body, self._texts, prompts, echoes))
 
 
 def _documented(schema: type[Schema]) -> dict[str, Any]:

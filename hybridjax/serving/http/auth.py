@@ -9,7 +9,8 @@ from hybridjax.configs.serving import ServerConfig
 from hybridjax.errors import HybridJaxError
 from hybridjax.serving.http.errors import UnauthorizedError, error_response
 
-PUBLIC = frozenset({"/health"})
+# The page holds nothing of the server's; what it shows, it asks for with the key.
+PUBLIC = frozenset({"/health", "/"})
 # What the API key opens. Any other path counts as an operator's route, also one that nobody listed.
 ORDINARY = frozenset(
     {
@@ -25,6 +26,7 @@ ORDINARY = frozenset(
         "/model_info",
         "/get_model_info",
         "/metrics",
+        "/web/state",
         "/openapi.json",
     }
 )
@@ -76,7 +78,7 @@ class Authentication:
             return await self.app(scope, receive, send)
         if not any(name == b"expect" for name, _ in scope["headers"]):
             await discard(receive, DISCARDED_BYTES)
-        await error_response(_refusal(token), scope["state"]["request_id"])(scope, receive, send)
+        await error_response(_refusal(token), scope)(scope, receive, send)
 
 
 def bearer_token(scope: Scope) -> bytes | None:

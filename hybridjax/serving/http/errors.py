@@ -9,6 +9,7 @@ from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.responses import Response
+from starlette.types import Scope
 
 from hybridjax.errors import EngineDeadError, HybridJaxError, ModelNotFoundError, QueueFullError, RequestError
 
@@ -35,12 +36,20 @@ class UnauthorizedError(HybridJaxError):
     """The request lacks the key that its route needs. Becomes HTTP 401."""
 
 
+class BadHostError(HybridJaxError):
+    """The Host header is no host name or address. Becomes HTTP 400."""
+
+
 class DrainingError(HybridJaxError):
     """The server is shutting down. Becomes HTTP 503."""
 
 
 class GenerationFailedError(HybridJaxError):
     """The engine reported an error for a request that it had accepted. Becomes HTTP 500."""
+
+
+class RequestTimeoutError(HybridJaxError):
+    """The request's own timeout passed before it had a token. Becomes HTTP 504."""
 
 
 def error_body(message: str, kind: str, param: str | None = None, code: str | None = None) -> dict[str, Any]:
@@ -60,6 +69,8 @@ def describe(error: Exception, request_id: str) -> tuple[int, dict[str, Any], di
         case UnauthorizedError():
             body = error_body(str(error), "authentication_error", code="invalid_api_key")
             return 401, body, {"www-authenticate": "Bearer"}
+        case BadHostError():
+            return 400, error_body(str(error), invalid, code="bad_host"), {}
         case BodyTooLargeError():
             return 413, error_body(str(error), invalid, code="request_too_large"), {}
         case UnsupportedMediaTypeError():
@@ -72,6 +83,8 @@ def describe(error: Exception, request_id: str) -> tuple[int, dict[str, Any], di
             return 503, body, {"retry-after": str(DRAINING_RETRY_AFTER)}
         case EngineDeadError():
             return 503, error_body(str(error), "service_unavailable", code="engine_dead"), {}
+        case RequestTimeoutError():
+            return 504, error_body(str(error), "timeout", code="timeout"), {}
         case HTTPException(status_code=404):
             return 404, error_body("there is no such route", invalid, code="not_found"), {}
         case HTTPException(status_code=405):
@@ -81,8 +94,10 @@ def describe(error: Exception, request_id: str) -> tuple[int, dict[str, Any], di
             return 500, error_body(INTERNAL_MESSAGE + request_id, "server_error", code="internal_error"), {}
 
 
-def error_response(error: Exception, request_id: str) -> JSONResponse:
-    status, body, headers = describe(error, request_id)
+def error_response(error: Exception, scope: Scope) -> JSONResponse:
+    """The answer to a request that failed; notes in its state, for the log, why."""
+    status, body, headers = describe(error, scope["state"]["request_id"])
+    scope["state"]["error"] = body["error"]["code"] or body["error"]["type"]
     return JSONResponse(body, status, headers)
 
 
@@ -99,7 +114,7 @@ def install(app: FastAPI) -> None:
     async def answer(request: Request, error: Exception) -> Response:
         if isinstance(error, GenerationFailedError):
             logger.error("%s the engine failed: %s", request.state.request_id, error)
-        return error_response(error, request.state.request_id)
+        return error_response(error, request.scope)
 
     async def nobody_listens(request: Request, error: Exception) -> Response:
         return Response(status_code=CLIENT_CLOSED_REQUEST)
@@ -111,6 +126,7 @@ def install(app: FastAPI) -> None:
         GenerationFailedError,
         HTTPException,
         MetricsDisabledError,
+        RequestTimeoutError,
         UnauthorizedError,
     ):
         app.add_exception_handler(kind, answer)

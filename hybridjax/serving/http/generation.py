@@ -4,7 +4,7 @@ import asyncio
 import dataclasses
 import logging
 import threading
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,13 +13,14 @@ import numpy as np
 
 from hybridjax.errors import HybridJaxError, RequestError
 from hybridjax.serving.api import FrontDoor, RequestOutput, SamplingParams, TokenLogprob
-from hybridjax.serving.http.bodies import TextTokenizer
 from hybridjax.serving.http.errors import DrainingError
 from hybridjax.serving.http.telemetry import Telemetry, Timing
+from hybridjax.serving.http.tokens import TextTokenizer
 
 logger = logging.getLogger("hybridjax.http")
 
 ABORT_GRACE = 5.0
+MAX_PROMPT_LOGPROBS = 2**20
 NO_NAMES: Mapping[str, range] = MappingProxyType({})
 
 
@@ -31,12 +32,15 @@ class Job(NamedTuple):
     """What an engine request asks for.
 
     Attributes:
-      images: see FrontDoor.submit; jobs may share them.
+      images, priority, cache_salt, timeout: see FrontDoor.submit; jobs may share images.
     """
 
     prompt: Sequence[int]
     params: SamplingParams
     images: Sequence[np.ndarray] = ()
+    priority: int = 0
+    cache_salt: str | None = None
+    timeout: float | None = None
 
 
 class _Choice:
@@ -48,6 +52,7 @@ class _Choice:
         self.timing = timing
         self.submitted = self.finished = self.aborted = False
         self.last: RequestOutput | None = None
+        self._prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
         self._clear()
 
     def _clear(self) -> None:
@@ -66,6 +71,8 @@ class _Choice:
         if output.text:
             self._text.append(output.text)
         self._logprobs.extend(output.logprobs or ())
+        if output.prompt_logprobs is not None:
+            self._prompt_logprobs = output.prompt_logprobs
 
     def take(self) -> RequestOutput:
         """All events since the last take as one."""
@@ -75,8 +82,10 @@ class _Choice:
             token_ids=tuple(self._token_ids),
             text="".join(self._text),
             logprobs=tuple(self._logprobs) or None,
+            prompt_logprobs=self._prompt_logprobs,
         )
         self._clear()
+        self._prompt_logprobs = None
         return merged
 
 
@@ -145,6 +154,9 @@ class Generation:
                 partial(self._on_output, index),
                 request_id=choice.request_id,
                 images=job.images,
+                priority=job.priority,
+                cache_salt=job.cache_salt,
+                timeout=job.timeout,
             )
             with self._lock:
                 choice.submitted = True
@@ -206,7 +218,8 @@ class Generation:
             "prompt_tokens": prompts,
             "completion_tokens": sum(output.completion_tokens for output in last if output),
             "cached_tokens": sum(output.cached_tokens for output in last if output),
-            "latency": round(self._telemetry.clock() - self._started, 6),
+            "queue_time": _longest(output.queue_seconds for output in last if output),
+            "time_to_first_token": _longest(choice.timing.first_token for choice in self._choices),
             "finish_reasons": reasons,
         }
 
@@ -236,6 +249,10 @@ class Generation:
         return all(choice.finished for choice in self._choices)
 
 
+def _longest(values: Iterable[float | None]) -> float | None:
+    return max((round(value, 6) for value in values if value is not None), default=None)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Front:
     """What every request that generates needs.
@@ -252,7 +269,6 @@ class Front:
     model: str
     max_completions: int
     sampling_defaults: Mapping[str, float]
-    log_requests: bool
 
     def encode(
         self, tokenizer: TextTokenizer, text: str, param: str, *, add_special_tokens: bool = True
@@ -268,6 +284,20 @@ class Front:
                 code="context_length_exceeded",
             )
         return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+    def check_prompt_logprobs(
+        self, prompts: Sequence[Sequence[int]], n: int, top: int | None, param: str = "prompt_logprobs"
+    ) -> None:
+        """Raises RequestError if an answer would hold too many of them."""
+        if top is None:
+            return
+        entries = sum(map(len, prompts)) * n * (1 + top)
+        if entries > MAX_PROMPT_LOGPROBS:
+            raise RequestError(
+                f"prompt tokens x completions x (1 + {top} most likely) is {entries}; at most "
+                f"{MAX_PROMPT_LOGPROBS} log probabilities of prompts per request",
+                param=param,
+            )
 
     def check_count(self, wanted: int, param: str) -> None:
         """Raises RequestError if one HTTP request asks for too many completions."""

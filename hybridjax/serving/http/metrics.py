@@ -8,11 +8,11 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from hybridjax.serving.api import FrontDoor
-from hybridjax.serving.http.telemetry import Histogram, Telemetry
+from hybridjax.serving.http.telemetry import RECENT, Histogram, Telemetry
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 PREFIX = "hybridjax:"
-STATUSES = ("stop", "length", "abort", "error")
+STATUSES = ("stop", "length", "abort", "timeout", "error")
 
 
 class Metrics(Collector):
@@ -36,6 +36,7 @@ class Metrics(Collector):
         t = self._telemetry
         yield self._histogram("time_to_first_token_seconds", "request to first token", t.first_token)
         yield self._histogram("inter_token_latency_seconds", "token to next token", t.between_tokens)
+        yield self._histogram("queue_time_seconds", "acceptance to memory for it", t.queue)
         yield self._histogram("e2e_request_latency_seconds", "request to last token", t.request)
 
     def _gauges(self) -> Iterable[Metric]:
@@ -46,17 +47,22 @@ class Metrics(Collector):
             "token_usage": (_share(stats.used_pages, stats.total_pages), "share of the K/V pages in use"),
             "mamba_usage": (_share(stats.used_slots, stats.total_slots), "share of recurrent slots in use"),
             "gen_throughput": (self._telemetry.tokens_per_second(), "generated tokens per second"),
+            "cache_hit_rate": (
+                self._telemetry.cache_hit_rate(),
+                f"share of the last {RECENT} prompts' tokens taken from the prefix cache",
+            ),
         }
         for name, (value, description) in values.items():
             yield self._add(GaugeMetricFamily(PREFIX + name, description, labels=["model_name"]), value)
 
     def _counters(self) -> Iterable[Metric]:
-        t = self._telemetry
+        t, stats = self._telemetry, self._engine.stats
         values = {
             "prompt_tokens": (t.prompt_tokens, "prompt tokens of completions that have begun"),
             "generation_tokens": (t.generated_tokens, "generated tokens"),
             "cached_tokens": (t.cached_tokens, "prompt tokens taken from the prefix cache"),
             "num_aborted_requests": (t.finished["abort"], "completions that ended early"),
+            "num_retracted_reqs": (stats.preempted, "times a request gave its memory back to another"),
         }
         for name, (value, description) in values.items():
             yield self._add(CounterMetricFamily(PREFIX + name, description, labels=["model_name"]), value)

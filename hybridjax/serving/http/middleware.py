@@ -1,22 +1,41 @@
 """Around every request: an id, a line in the log, a limit on the body, no traceback for the client."""
 
 import logging
+import re
 import time
 import uuid
+from typing import Any
 
 from starlette.datastructures import Headers
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from hybridjax.serving.http.errors import CLIENT_CLOSED_REQUEST, BodyTooLargeError, error_response
+from hybridjax.serving.http.errors import (
+    CLIENT_CLOSED_REQUEST,
+    BadHostError,
+    BodyTooLargeError,
+    dumps,
+    error_response,
+)
 
 logger = logging.getLogger("hybridjax.http")
+request_logger = logging.getLogger("hybridjax.requests")
+
+GENERATING = frozenset({"/v1/completions", "/v1/chat/completions", "/generate"})
+# Asked for again and again by machines.
+POLLED = frozenset({"/health", "/metrics", "/web/state"})
+HOST = re.compile(rb"(\[[0-9A-Fa-f:.]+\]|[A-Za-z0-9._-]+)(:[0-9]{1,5})?")
 
 
 class RequestLog:
-    """Gives the request an id (also the reply's x-request-id), logs it, and turns bugs into HTTP 500."""
+    """Gives the request an id (also the reply's x-request-id), logs it, and turns bugs into HTTP 500.
 
-    def __init__(self, app: ASGIApp):
+    Args:
+      model: the name in a line of JSON per request that generates, or would have; None: no such lines.
+    """
+
+    def __init__(self, app: ASGIApp, model: str | None = None):
         self.app = app
+        self._model = model
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -40,13 +59,40 @@ class RequestLog:
             if status is not None:
                 raise
             logger.exception("%s unexpected error", request_id)
-            await error_response(error, request_id)(scope, receive, tagged)
+            await error_response(error, scope)(scope, receive, tagged)
         finally:
-            level = logging.DEBUG if scope["path"] == "/health" else logging.INFO
+            level = logging.DEBUG if scope["path"] in POLLED else logging.INFO
             shown = ascii(scope["path"][:100])[1:-1]
             seconds = time.monotonic() - started
             code = status or CLIENT_CLOSED_REQUEST
             logger.log(level, "%s %s %s %d %.3f s", request_id, scope["method"], shown, code, seconds)
+            if self._model is not None and scope["path"] in GENERATING:
+                self._log(scope, code, seconds)
+
+    def _log(self, scope: Scope, status: int, seconds: float) -> None:
+        """One line of JSON: counts and times, nothing that clients or models have written."""
+        state = scope["state"]
+        line: dict[str, Any] = {"id": state["request_id"], "route": scope["path"], "model": self._model}
+        line |= {"status": status, "error": state.get("error"), "latency": round(seconds, 6)}
+        request_logger.info("%s", dumps(line | state.get("summary", {})).decode())
+
+
+class HostCheck:
+    """Refuses a Host header that is neither a name nor an address, with an optional port.
+
+    Nothing here is decided by it; but what reads it later (a proxy, a log, a redirect) may be confused.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http":
+            hosts = [value for name, value in scope["headers"] if name == b"host"]
+            if len(hosts) > 1 or not all(HOST.fullmatch(host) for host in hosts):
+                error = BadHostError("the Host header must be a name or an address, with or without a port")
+                return await error_response(error, scope)(scope, receive, send)
+        await self.app(scope, receive, send)
 
 
 class BodyLimit:

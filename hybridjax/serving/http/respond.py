@@ -12,12 +12,11 @@ from starlette.types import Receive, Scope, Send
 
 from hybridjax.serving.api import RequestOutput
 from hybridjax.serving.http.bodies import Bodies, Envelope, usage
-from hybridjax.serving.http.errors import GenerationFailedError, describe, dumps
+from hybridjax.serving.http.errors import GenerationFailedError, RequestTimeoutError, describe, dumps
 from hybridjax.serving.http.generation import NO_NAMES, ClientGoneError, Front, Generation, Job
 from hybridjax.serving.http.protocol import GenerationRequest
 
 logger = logging.getLogger("hybridjax.http")
-request_logger = logging.getLogger("hybridjax.requests")
 
 # From the generation to the job of each choice and what to answer with; called once, in a worker thread.
 Prepare = Callable[[Generation], "tuple[list[Job], Answer]"]
@@ -100,12 +99,8 @@ class GenerationResponse(Response):
             generation.close()
             watcher.cancel()
             front.lifecycle.leave(generation)
-            if front.log_requests:
-                self._log(scope["path"], generation)
-
-    def _log(self, route: str, generation: Generation) -> None:
-        head = {"id": generation.request_id, "route": route, "model": self._front.model}
-        request_logger.info("%s", dumps(head | generation.summary()).decode())
+            # For the log.
+            scope["state"]["summary"] = generation.summary()
 
     def _submit(self, generation: Generation) -> Answer:
         generation.check_wanted()
@@ -117,7 +112,11 @@ class GenerationResponse(Response):
         outputs: dict[int, RequestOutput] = {}
         while news := await _next(generation):
             outputs.update(news)
-        body = dumps(answer.whole([outputs[index] for index in sorted(outputs)]))
+        if all(o.finish_reason == "timeout" and not o.completion_tokens for o in outputs.values()):
+            raise RequestTimeoutError("the request's timeout passed before anything was generated")
+        # Away from the event loop, as a body may have megabytes.
+        whole = [outputs[index] for index in sorted(outputs)]
+        body = await run_in_threadpool(lambda: dumps(answer.whole(whole)))
         headers = [*JSON_HEADERS, (b"content-length", str(len(body)).encode())]
         await send({"type": "http.response.start", "status": 200, "headers": headers})
         await send({"type": "http.response.body", "body": body})
@@ -158,20 +157,18 @@ class OpenAIAnswer:
         self._last: dict[int, RequestOutput] = {}
 
     def whole(self, outputs: Sequence[RequestOutput]) -> dict[str, Any]:
-        self._last = dict(enumerate(outputs))
+        self._last = dict(enumerate(map(self._bodies.shown, outputs)))
         choices = [self._with_ids(self._bodies.whole(i, output), output) for i, output in self._last.items()]
-        return self._envelope.whole(choices, self._usage())
+        return self._envelope.whole(choices, self._usage()) | self._bodies.beside(outputs[0])
 
     def openings(self) -> Iterable[dict[str, Any]]:
         openings = map(self._bodies.opening, range(len(self._prompts) * self._request.n))
         return [self._chunk([choice]) for choice in openings if choice]
 
     def event(self, index: int, output: RequestOutput) -> dict[str, Any] | None:
-        self._last[index] = output
-        # Tokens whose text is still held back give a chunk only if something else of them is asked for.
-        if not (output.text or output.finish_reason or output.logprobs or self._token_ids):
-            return None
-        return self._chunk([self._with_ids(self._bodies.delta(index, output), output)])
+        output = self._last[index] = self._bodies.shown(output)
+        choice = self._bodies.delta(index, output, always=self._token_ids)
+        return None if choice is None else self._chunk([self._with_ids(choice, output)])
 
     def endings(self) -> Iterable[dict[str, Any]]:
         return [self._envelope.chunk([], usage=self._usage())] * self._request.include_usage
@@ -180,7 +177,7 @@ class OpenAIAnswer:
         return choice | {"token_ids": list(output.token_ids)} if self._token_ids else choice
 
     def _usage(self) -> dict[str, Any]:
-        return usage(self._prompts, self._request.n, self._last)
+        return usage(self._prompts, self._request.n, self._last, self._bodies.reasoning_tokens())
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
         if self._request.include_usage:

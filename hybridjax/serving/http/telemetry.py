@@ -1,6 +1,7 @@
 """What the engine's events add up to: token counts and latencies. No I/O, no metrics library."""
 
 import bisect
+import collections
 import dataclasses
 import threading
 import time
@@ -36,9 +37,15 @@ BETWEEN_TOKENS_BUCKETS = (
     *(0.002, 0.004, 0.006, 0.008, 0.010, 0.015, 0.020, 0.025, 0.030, 0.035, 0.040),
     *(0.060, 0.080, 0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8),
 )
+QUEUE_BUCKETS = (
+    *(0.001, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 4, 6, 8, 10, 20, 40, 60),
+    *(100, 200, 400, 600, 1200),
+)
 REQUEST_BUCKETS = (0.1, 0.2, 0.4, 0.6, 0.8, 1, 2, 4, 6, 8, 10, 20, 40, 60, 100, 200, 400, 600, 1200, 2400)
 
 RATE_SECONDS = 5
+# What "lately" means for the hit rate and the median: so many prompts.
+RECENT = 128
 _FAR_PAST = float("-inf")
 
 
@@ -63,10 +70,17 @@ class Histogram:
 
 @dataclasses.dataclass
 class Timing:
-    """When things happened to one completion, on the telemetry's clock."""
+    """When things happened to one completion, on the telemetry's clock.
+
+    Attributes:
+      first_token: seconds from submission to the first token.
+      queued: whether its time in the queue has been counted.
+    """
 
     submitted: float
+    first_token: float | None = None
     last_token: float | None = None
+    queued: bool = False
 
 
 class Telemetry:
@@ -75,7 +89,7 @@ class Telemetry:
     Attributes:
       finished: completions by finish reason.
       prompt_tokens, cached_tokens: of prompts whose first token has come.
-      first_token, between_tokens, request: seconds.
+      first_token, between_tokens, request, queue: seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic):
@@ -85,6 +99,9 @@ class Telemetry:
         self.first_token = Histogram(FIRST_TOKEN_BUCKETS)
         self.between_tokens = Histogram(BETWEEN_TOKENS_BUCKETS)
         self.request = Histogram(REQUEST_BUCKETS)
+        self.queue = Histogram(QUEUE_BUCKETS)
+        # Of the last prompts whose first token has come.
+        self._recent: collections.deque[tuple[int, int, float]] = collections.deque(maxlen=RECENT)
         self._last_token = _FAR_PAST
         # Tokens per whole second, the newest RATE_SECONDS + 1 of them.
         self._by_second: dict[int, int] = {}
@@ -96,6 +113,9 @@ class Telemetry:
     def record(self, timing: Timing, output: RequestOutput) -> None:
         now = self.clock()
         with self._lock:
+            if output.queue_seconds is not None and not timing.queued:
+                timing.queued = True
+                self.queue.add(output.queue_seconds)
             if output.token_ids:
                 self._add_tokens(timing, output, now)
             if output.finish_reason is not None:
@@ -113,10 +133,24 @@ class Telemetry:
             recent = (self._by_second.get(second - i, 0) for i in range(1, RATE_SECONDS + 1))
             return sum(recent) / RATE_SECONDS
 
+    def cache_hit_rate(self) -> float:
+        """Share of the tokens of the last prompts that came from the prefix cache."""
+        with self._lock:
+            prompt = sum(tokens for tokens, _, _ in self._recent)
+            return sum(cached for _, cached, _ in self._recent) / prompt if prompt else 0.0
+
+    def median_first_token(self) -> float | None:
+        """Seconds to the first token, the median of the last ones; None before the first."""
+        with self._lock:
+            times = sorted(seconds for _, _, seconds in self._recent)
+        return times[len(times) // 2] if times else None
+
     def _add_tokens(self, timing: Timing, output: RequestOutput, now: float) -> None:
         new = len(output.token_ids)
         if timing.last_token is None:
-            self.first_token.add(now - timing.submitted)
+            timing.first_token = now - timing.submitted
+            self.first_token.add(timing.first_token)
+            self._recent.append((output.prompt_tokens, output.cached_tokens, timing.first_token))
             self.prompt_tokens += output.prompt_tokens
             self.cached_tokens += output.cached_tokens
         else:
