@@ -28,6 +28,8 @@ class SamplerState:
       output_counts: int32[S, V], how often each token occurs in the completion.
       prompt_seen: bool[S, V], whether a token occurs in the prompt.
       logit_bias: float32[S, V].
+      token_mask: uint32[S, ceil(V / 32)], bits of the tokens that may come next, lowest first; read only
+        for rows with ``use_mask``, which write it for every token.
 
     Only ``last_token`` is valid for every request; the others are valid after ``reset_slot``, which a
     request with penalties or a bias needs at admission and any other can do without.
@@ -37,6 +39,7 @@ class SamplerState:
     output_counts: jax.Array
     prompt_seen: jax.Array
     logit_bias: jax.Array
+    token_mask: jax.Array
 
 
 @jax.tree_util.register_dataclass
@@ -51,6 +54,7 @@ class SamplingRows:
       seed: uint32[B, 2], high and low word of the request's 64-bit seed (see ``seed_words``).
       repetition_penalty, presence_penalty, frequency_penalty
       use_bias: bool, whether the slot's logit_bias is valid.
+      use_mask: bool, whether only tokens of the slot's token_mask are sampled.
       want_top: bool, whether the most likely tokens are wanted.
     """
 
@@ -63,6 +67,7 @@ class SamplingRows:
     presence_penalty: jax.Array
     frequency_penalty: jax.Array
     use_bias: jax.Array
+    use_mask: jax.Array
     want_top: jax.Array
 
 
@@ -89,7 +94,13 @@ def init_sampler_state(num_slots: int, vocab: int) -> SamplerState:
         output_counts=jnp.zeros((num_slots, vocab), jnp.int32),
         prompt_seen=jnp.zeros((num_slots, vocab), bool),
         logit_bias=jnp.zeros((num_slots, vocab), jnp.float32),
+        token_mask=jnp.zeros((num_slots, mask_words(vocab)), jnp.uint32),
     )
+
+
+def mask_words(vocab: int) -> int:
+    """Words of a token mask."""
+    return -(-vocab // 32)
 
 
 def neutral_rows(num_rows: int) -> SamplingRows:
@@ -106,6 +117,7 @@ def neutral_rows(num_rows: int) -> SamplingRows:
         presence_penalty=zeros,
         frequency_penalty=zeros,
         use_bias=false,
+        use_mask=false,
         want_top=false,
     )
 
@@ -139,6 +151,11 @@ def reset_slot(
         prompt_seen=state.prompt_seen.at[slot].set(seen),
         logit_bias=state.logit_bias.at[slot].set(bias),
     )
+
+
+def write_masks(token_mask: jax.Array, slots: jax.Array, masks: jax.Array) -> jax.Array:
+    """``SamplerState.token_mask`` with ``masks`` uint32[B, W] in the rows of ``slots`` int32[B]."""
+    return token_mask.at[slots].set(masks)
 
 
 def record_tokens(state: SamplerState, slot: jax.Array, tokens: jax.Array, active: jax.Array) -> SamplerState:
@@ -177,7 +194,8 @@ def sample(
       Tokens int32[B] and their log probabilities.
     """
     suppressed = jnp.where((positions < min_position)[:, None], stop_tokens, -1)
-    special = _penalised(rows) | rows.use_bias | rows.want_top | (rows.temperature >= MIN_TEMPERATURE)
+    special = _penalised(rows) | rows.use_bias | rows.use_mask | rows.want_top
+    special |= rows.temperature >= MIN_TEMPERATURE
     special |= jnp.any(suppressed >= 0, axis=1)
     normaliser = jax.nn.logsumexp(logits, axis=-1)
 
@@ -216,6 +234,7 @@ def sample_reference(
     prompt_seen: np.ndarray | None = None,
     output_counts: np.ndarray | None = None,
     bias: np.ndarray | None = None,
+    allowed: np.ndarray | None = None,
     forbidden: tuple[int, ...] = (),
 ) -> int:
     """The definition of ``sample`` for one row, in float64: the token chosen from logits [V]."""
@@ -227,6 +246,7 @@ def sample_reference(
         prompt_seen=prompt_seen,
         output_counts=output_counts,
         bias=bias,
+        allowed=allowed,
         forbidden=forbidden,
     )
     if temperature < MIN_TEMPERATURE:
@@ -245,10 +265,13 @@ def adjusted_reference(
     prompt_seen: np.ndarray | None = None,
     output_counts: np.ndarray | None = None,
     bias: np.ndarray | None = None,
+    allowed: np.ndarray | None = None,
     forbidden: tuple[int, ...] = (),
 ) -> np.ndarray:
-    """Logits after penalties, bias and forbidden tokens, in this order."""
+    """Logits after the mask of allowed tokens (bool), penalties, bias and forbidden tokens, in this order."""
     x = np.asarray(logits, np.float64).copy()
+    if allowed is not None:
+        x[~allowed] = -np.inf
     seen = np.zeros(len(x), bool) if prompt_seen is None else prompt_seen
     counts = np.zeros(len(x), int) if output_counts is None else output_counts
     repeated = seen | (counts > 0)
@@ -286,9 +309,10 @@ def _penalised(rows: SamplingRows) -> jax.Array:
 def _adjust(
     logits: jax.Array, rows: SamplingRows, state: SamplerState, slot: jax.Array, suppressed: jax.Array
 ) -> jax.Array:
-    """Logits after penalties, bias and suppressed tokens (int32[B, 8], -1 padded), in this order."""
+    """Logits after masks, penalties, bias and suppressed tokens (int32[B, 8], -1 padded), in this order."""
 
     def penalise(x: jax.Array) -> jax.Array:
+        x = jnp.where(rows.use_mask[:, None] & ~_mask_bits(state.token_mask[slot], x.shape[1]), -jnp.inf, x)
         counts = state.output_counts[slot]
         produced = counts > 0
         repeated = produced | state.prompt_seen[slot]
@@ -299,9 +323,15 @@ def _adjust(
         x = x - rows.frequency_penalty[:, None] * counts.astype(jnp.float32)
         return jnp.where(rows.use_bias[:, None], x + state.logit_bias[slot], x)
 
-    x = jax.lax.cond(jnp.any(_penalised(rows) | rows.use_bias), penalise, lambda x: x, logits)
+    x = jax.lax.cond(jnp.any(_penalised(rows) | rows.use_bias | rows.use_mask), penalise, lambda x: x, logits)
     row = jnp.arange(x.shape[0], dtype=jnp.int32)[:, None]
     return x.at[row, _drop_negative(suppressed, x.shape[1])].set(-jnp.inf, mode="drop")
+
+
+def _mask_bits(words: jax.Array, vocab: int) -> jax.Array:
+    """bool[B, vocab] of packed masks uint32[B, ceil(vocab / 32)]."""
+    bits = (words[:, :, None] >> jnp.arange(32, dtype=jnp.uint32)) & 1
+    return bits.reshape(words.shape[0], -1)[:, :vocab] != 0
 
 
 def _draw(adjusted: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:

@@ -29,6 +29,7 @@ from hybridjax.serving.api import (
     SamplingParams,
     TokenLogprob,
 )
+from hybridjax.serving.grammars import Grammars, grammars_available
 from hybridjax.serving.image_inputs import ImageInputs
 from hybridjax.serving.loop import EngineLoop, Entry
 from hybridjax.serving.output import OutputProcessor, TextSource
@@ -135,6 +136,9 @@ class Engine:
             images=image_inputs and image_inputs.support,
         )
         self._image_inputs = image_inputs
+        self._grammars = Grammars(tokenizer, runner.vocab_size, eos_tokens)
+        if not config.skip_server_warmup:
+            self._grammars.warm()
         self._make_text_source = make_text_source or _detokenizer
         self._clock = clock
         self._seeds = random.Random(config.random_seed)
@@ -284,6 +288,7 @@ class Engine:
         """Aborts every request, ends the thread and frees the device's memory; idempotent."""
         atexit.unregister(self.shutdown)
         self._loop.stop()
+        self._grammars.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -324,6 +329,7 @@ class Engine:
             images=prompt_images,
             **scheduling,
         )
+        request.matcher = self._grammars.matcher(params)
         text_source = None
         if self.tokenizer is not None:
             text_source = self._make_text_source(self.tokenizer, params.skip_special_tokens)
@@ -398,8 +404,11 @@ def _load(config: EngineConfig) -> dict[str, Any]:
     vocab_limit = None
     if tokenizer is not None and tokenizer.id_limit < architecture.vocab_size:
         vocab_limit = tokenizer.id_limit
-    runner = ModelRunner(model, config, pool_sizes(config, model), vocab_limit=vocab_limit)
     named = generation.eos_token_id
+    eos_tokens = model.config.eos_token_id if named is None else named
+    grammars = grammars_available(tokenizer, architecture.vocab_size, eos_tokens)
+    sizes = pool_sizes(config, model)
+    runner = ModelRunner(model, config, sizes, vocab_limit=vocab_limit, grammars=grammars)
     image_inputs = None
     if hasattr(architecture, "vision_config"):
         image_inputs = ImageInputs.load(directory, architecture, config)
@@ -407,7 +416,7 @@ def _load(config: EngineConfig) -> dict[str, Any]:
         "image_inputs": image_inputs,
         "runner": runner,
         "tokenizer": tokenizer,
-        "eos_tokens": model.config.eos_token_id if named is None else named,
+        "eos_tokens": eos_tokens,
         "sampling_defaults": sampling_defaults,
     }
 

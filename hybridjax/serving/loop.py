@@ -278,7 +278,7 @@ class EngineLoop:
         except NotLaunchedError as error:
             logger.exception("a step could not be launched")
             at_fault = error.requests or tuple(row.request for row in plan.rows)
-            self._fail_requests(at_fault)
+            self._fail_requests(at_fault, str(error) if isinstance(error.__cause__, HybridJaxError) else None)
             rest = tuple(row for row in plan.rows if row.request not in at_fault)
             if rest:
                 return self._launch(dataclasses.replace(plan, rows=rest))
@@ -350,12 +350,12 @@ class EngineLoop:
         except Exception:
             logger.exception("on_output of request %s has raised", entry.request.request_id)
 
-    def _fail_requests(self, requests: Sequence[Request]) -> None:
-        """Ends requests because of a step."""
+    def _fail_requests(self, requests: Sequence[Request], problem: str | None = None) -> None:
+        """Ends requests because of a step; ``problem`` may be told to clients."""
         for request in requests:
             entry = self._live.get(request.request_id)
             if entry is not None and entry.request is request:
-                self._end(entry, "error", error=_STEP_FAILED)
+                self._end(entry, "error", error=problem or _STEP_FAILED)
 
     def _recover(self, *, earlier_steps_count: bool) -> None:
         """After a failed step: ends every admitted request, as its state may be lost, and starts anew.

@@ -104,7 +104,7 @@ class OutputProcessor:
 
         Raises:
           HybridJaxError: the device sampled from logits that are not finite, or left the row early.
-          Exception: whatever the detokenizer raises.
+          Exception: whatever the detokenizer or the request's matcher raises.
         """
         tokens: list[int] = []
         logprobs: list[TokenLogprob] = []
@@ -137,11 +137,18 @@ class OutputProcessor:
         self._count += 1
         params = self._request.params
         armed = self._count > params.min_tokens
-        if armed and token in self._stop_tokens:
+        matcher = self._request.matcher
+        # Under a grammar a stop token comes early only where nothing else can.
+        if (armed or matcher is not None) and token in self._stop_tokens:
             shown = [token] if params.include_stop_str_in_output else []
             matched = None if token in self._request.eos_tokens else token
             text, string = self._last_text(shown, armed)
             return text, "stop", matched if string is None else string
+        if matcher is not None:
+            matcher.accept(token)
+            if matcher.is_complete:
+                text, string = self._last_text([token], armed)
+                return text, "stop", string
         if self._count == self._request.max_tokens:
             text, string = self._last_text([token], armed)
             return text, "length" if string is None else "stop", string

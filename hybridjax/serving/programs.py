@@ -109,6 +109,7 @@ def _shared_fields(rows: int, pages: int, steps: int) -> tuple[Field, ...]:
         "top_k": "int32",
         "seed": "uint32",
         "use_bias": "bool",
+        "use_mask": "bool",
         "want_top": "bool",
     }
     return (

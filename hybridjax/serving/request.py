@@ -34,7 +34,7 @@ class Request:
       prompt_ids: int32[prompt_length], read-only.
       max_tokens: tokens to generate at most, resolved against the context.
       seed: 64-bit seed of the request's random stream, resolved.
-      eos_tokens: the model's end tokens that end this request; empty with ignore_eos.
+      eos_tokens: the model's end tokens that end this request; with ignore_eos only if it has a grammar.
       images: the prompt's images; features: what the vision tower made of them, [tokens, hidden], while
         the prompt is being computed.
       stop_tokens: every token id that ends it, eos_tokens first, without repetitions.
@@ -116,8 +116,8 @@ class Request:
 
     @property
     def min_position(self) -> int:
-        """Stop tokens are not sampled for positions below this one."""
-        return self.prompt_length + self.params.min_tokens
+        """Stop tokens are not sampled for positions below this one; with a grammar its masks see to that."""
+        return 0 if self.params.grammar is not None else self.prompt_length + self.params.min_tokens
 
     @property
     def device_stop_tokens(self) -> tuple[int, ...]:
@@ -212,14 +212,15 @@ def make_request(
         params=params,
         max_tokens=max_tokens,
         seed=seed if params.seed is None else params.seed,
-        eos_tokens=() if params.ignore_eos else limits.eos_tokens,
+        # A grammar that is complete ends the request whatever it wants to ignore.
+        eos_tokens=() if params.ignore_eos and params.grammar is None else limits.eos_tokens,
         arrival=arrival,
         images=images,
         deadline=deadline,
         priority=_checked_priority(priority),
         cache_salt=_checked_salt(cache_salt),
     )
-    if params.min_tokens > 0 and len(request.stop_tokens) > MAX_DEVICE_STOP_TOKENS:
+    if params.min_tokens > 0 and params.grammar is None and len(request.stop_tokens) > MAX_DEVICE_STOP_TOKENS:
         raise RequestError(
             f"min_tokens is {params.min_tokens} with {len(request.stop_tokens)} stop tokens (the model's "
             f"and stop_token_ids); with min_tokens at most {MAX_DEVICE_STOP_TOKENS} are possible",

@@ -34,7 +34,8 @@ from hybridjax.serving.programs import (
     StepOutput,
 )
 from hybridjax.serving.request import Request
-from hybridjax.serving.sizing import PoolSizes, buckets, prefill_tiles
+from hybridjax.serving.sizing import PoolSizes, buckets, mask_counts, prefill_tiles
+from hybridjax.serving.token_masks import TokenMasks, row_masks
 
 logger = logging.getLogger(__name__)
 
@@ -62,6 +63,7 @@ class ModelRunner:
       sizes: pool sizes.
       progress: show a progress bar while compiling.
       vocab_limit: ids from here on are never sampled: rows of lm_head that no token stands for.
+      grammars: whether requests may have grammars: their programs are compiled at start, too.
     """
 
     def __init__(
@@ -72,6 +74,7 @@ class ModelRunner:
         *,
         progress: bool | None = None,
         vocab_limit: int | None = None,
+        grammars: bool = False,
     ):
         self.config = config
         self.sizes = sizes
@@ -108,8 +111,12 @@ class ModelRunner:
         # A launch that compiles may take minutes; the watchdog must know.
         self.is_compiling = False
         self._reset = jax.jit(reset_slot, donate_argnums=0)
+        self._token_masks = TokenMasks(self.vocab_size, mask_counts(sizes))
         if not config.skip_server_warmup:
             self._compile_all(progress)
+            if grammars:
+                state = self._live_state()
+                self._state = DeviceState(state.caches, self._token_masks.warm(state.sampler))
 
     def admit(self, request: Request) -> None:
         """Prepares the slot's penalty counts and bias; see plan.Runner."""
@@ -131,12 +138,17 @@ class ModelRunner:
         try:
             prepare = self._prefill_inputs if isinstance(plan, PrefillPlan) else self._decode_inputs
             bucket, fields, extras = prepare(plan)
+            masks = row_masks(plan.rows)
+            fields["use_mask"][list(masks)] = True
             program = self._programs.get(bucket) or self._compile_late(bucket)
         except NotLaunchedError:
             raise
         except Exception as error:
             raise NotLaunchedError(f"the step could not be prepared: {error}") from error
         state, self._state = self._live_state(), None
+        if masks:
+            by_slot = {plan.rows[column].request.slot: mask for column, mask in masks.items()}
+            state = DeviceState(state.caches, self._token_masks.write(state.sampler, by_slot))
         if self._ngrams is not None and not isinstance(plan, PrefillPlan):
             assert self._parts is not None
             output, self._state = self._parts.launch(

@@ -10,6 +10,7 @@ import jax
 from hybridjax.batch import TILE
 from hybridjax.configs import EngineConfig
 from hybridjax.errors import ConfigError
+from hybridjax.ops.sampling import mask_words
 from hybridjax.serving.programs import Bucket
 
 _CPU_STATE_BYTES = 2**30  # state pools on a CPU, where memory is shared with everything else
@@ -92,7 +93,8 @@ def pool_sizes(config: EngineConfig, model: Any, free_bytes: int | None = None) 
     if config.page_size not in (None, page):
         raise ConfigError(f"page_size is {config.page_size}; this model's pages hold {page} tokens")
     size = model.state_size()
-    per_slot = size.per_slot + 9 * model.config.vocab_size
+    # Beside the layers' state the sampler's: counts, whether seen, bias, and mask of every token.
+    per_slot = size.per_slot + 9 * model.config.vocab_size + 4 * mask_words(model.config.vocab_size)
     free = free_state_bytes(config) if free_bytes is None else free_bytes
 
     on_cpu = jax.default_backend() == "cpu"
@@ -152,6 +154,11 @@ def buckets(
     prefill = [bucket("prefill", t, p) for t in tiles for p in pages]
     decode = [bucket("decode", r, p, steps) for r in rows for p in pages]
     return tuple(sorted(prefill + decode, key=lambda b: (b.mode, b.rows, b.pages)))
+
+
+def mask_counts(sizes: PoolSizes) -> tuple[int, ...]:
+    """How many token masks are written at once: as many as rows need, in few shapes."""
+    return tuple(_geometric(sizes.max_running_requests, smallest=1))
 
 
 def prefill_tiles(config: EngineConfig, sizes: PoolSizes) -> int:
