@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -34,8 +34,8 @@ class DatasetConfig:
     )
     dataset_path: str | None = flag(None, "JSON or JSON Lines file with conversations or prompts")
     num_prompts: int = flag(1000, "requests (generated-shared-prefix: groups x prompts per group)")
-    random_input_len: int = flag(1024, "longest random prompt in tokens")
-    random_output_len: int = flag(1024, "longest random completion in tokens")
+    random_input_len: int = flag(1024, "longest random prompt in tokens", aliases=["--random-input"])
+    random_output_len: int = flag(1024, "longest random completion in tokens", aliases=["--random-output"])
     random_range_ratio: float = flag(
         0.0, "random lengths are uniform between this share of the longest and the longest; 1: all equal"
     )
@@ -46,6 +46,11 @@ class DatasetConfig:
     gsp_system_prompt_len: int = flag(2048, "tokens of a system prompt")
     gsp_question_len: int = flag(128, "tokens behind the system prompt")
     gsp_output_len: int = flag(256, "completion tokens")
+    gsp_range_ratio: float = flag(1.0, "like random-range-ratio, for the three lengths above")
+    gsp_ordered: bool = flag(False, "the requests of a group one after the other, not in random order")
+    apply_chat_template: bool = flag(False, "write each prompt as a user's turn in the tokenizer's template")
+    prompt_suffix: str = flag("", "text behind every prompt that is text")
+    tokenize_prompt: bool = flag(False, "send token ids instead of text")
     vocab_size: int | None = flag(None, "range of random token ids if there is no tokenizer")
     seed: int = flag(1, "of prompts, lengths, order and arrival times")
 
@@ -55,7 +60,8 @@ class DatasetConfig:
         optional = ("sharegpt_output_len", "sharegpt_context_len", "vocab_size")
         for name in sizes + tuple(name for name in optional if getattr(self, name) is not None):
             positive_int(name, getattr(self, name))
-        check(0 <= self.random_range_ratio <= 1, "random_range_ratio", self.random_range_ratio, "in [0, 1]")
+        for name in ("random_range_ratio", "gsp_range_ratio"):
+            check(0 <= getattr(self, name) <= 1, name, getattr(self, name), "in [0, 1]")
         check(self.seed >= 0, "seed", self.seed, "0 or more")
 
 
@@ -68,6 +74,11 @@ class TextTokenizer(Protocol):
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]: ...
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool = True) -> str: ...
+
+    @property
+    def has_chat_template(self) -> bool: ...
+
+    def render_chat(self, messages: Any, *, add_generation_prompt: bool = True) -> str: ...
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,7 +124,32 @@ def load_dataset(config: DatasetConfig, tokenizer: TextTokenizer | None) -> Work
         "custom": _from_file,
     }
     check(config.dataset_name in make, "dataset_name", config.dataset_name, f"one of {', '.join(make)}")
-    return make[config.dataset_name](config, tokenizer, rng)
+    return _dressed(make[config.dataset_name](config, tokenizer, rng), config, tokenizer)
+
+
+def _dressed(workload: Workload, config: DatasetConfig, tokenizer: TextTokenizer | None) -> Workload:
+    """The workload with a suffix, in a chat template and as token ids, as far as the flags say so."""
+    if config.apply_chat_template:
+        workload = as_text(workload, tokenizer)
+        if not _needed(tokenizer, "for its chat template").has_chat_template:
+            raise ConfigError("apply_chat_template is set; the tokenizer has no chat template")
+    items = [_dressed_item(item, config, tokenizer) for item in workload.items]
+    return dataclasses.replace(workload, items=tuple(items))
+
+
+def _dressed_item(item: Item, config: DatasetConfig, tokenizer: TextTokenizer | None) -> Item:
+    if not isinstance(item.prompt, str):
+        return item
+    prompt, special = item.prompt + config.prompt_suffix, True
+    if config.apply_chat_template:
+        turns = [{"role": "user", "content": prompt}]
+        # Templates write the special tokens themselves.
+        prompt = _needed(tokenizer, "for its chat template").render_chat(turns, add_generation_prompt=True)
+        special = False
+    if prompt == item.prompt and not config.tokenize_prompt:
+        return item
+    ids = _needed(tokenizer, "to count tokens").encode(prompt, special)
+    return Item(tuple(ids) if config.tokenize_prompt else prompt, len(ids), item.output_len)
 
 
 def as_text(workload: Workload, tokenizer: TextTokenizer | None) -> Workload:
@@ -196,15 +232,15 @@ def _shared_prefix(
     config: DatasetConfig, tokenizer: TextTokenizer | None, rng: np.random.Generator
 ) -> Workload:
     vocabulary = _vocabulary(config, tokenizer)
-    per_group, groups = config.gsp_prompts_per_group, config.gsp_num_groups
-    systems = random_prompts(rng, [config.gsp_system_prompt_len] * groups, *vocabulary)
-    questions = random_prompts(rng, [config.gsp_question_len] * (groups * per_group), *vocabulary)
-    length = config.gsp_system_prompt_len + config.gsp_question_len
-    items = [
-        Item(systems[i // per_group] + question, length, config.gsp_output_len)
-        for i, question in enumerate(questions)
-    ]
-    return Workload(tuple(items[i] for i in rng.permutation(len(items))))
+    per_group, groups, ratio = config.gsp_prompts_per_group, config.gsp_num_groups, config.gsp_range_ratio
+    count = groups * per_group
+    systems = random_prompts(rng, _lengths(rng, config.gsp_system_prompt_len, ratio, groups), *vocabulary)
+    questions = random_prompts(rng, _lengths(rng, config.gsp_question_len, ratio, count), *vocabulary)
+    outputs = _lengths(rng, config.gsp_output_len, ratio, count)
+    prompts = [systems[i // per_group] + question for i, question in enumerate(questions)]
+    items = [Item(prompt, len(prompt), output) for prompt, output in zip(prompts, outputs)]
+    order = range(count) if config.gsp_ordered else rng.permutation(count)
+    return Workload(tuple(items[i] for i in order))
 
 
 def _from_file(config: DatasetConfig, tokenizer: TextTokenizer | None, rng: np.random.Generator) -> Workload:

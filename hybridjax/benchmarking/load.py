@@ -24,6 +24,7 @@ from hybridjax.benchmarking.statistics import Latencies
 from hybridjax.errors import ConfigError
 
 WARMUP_TOKENS = 32
+READY_PAUSE = 0.5
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,6 +104,7 @@ class Client:
         api_key: str | None = None,
         timeout: float = 600.0,
         tokenizer: TextTokenizer | None = None,
+        headers: Mapping[str, str] | None = None,
     ):
         self.backend = backend
         self.model = model
@@ -112,11 +114,9 @@ class Client:
         self._extra = dict(extra or {})
         self._tokenizer = tokenizer
         self._httpx = import_httpx()
-        headers = {"accept-encoding": "identity"} | (
-            {"authorization": f"Bearer {api_key}"} if api_key else {}
-        )
+        key = {"authorization": f"Bearer {api_key}"} if api_key else {}
         self._http = self._httpx.AsyncClient(
-            headers=headers,
+            headers={"accept-encoding": "identity"} | key | dict(headers or {}),
             timeout=timeout,
             # Servers close idle connections after about 5 s; reusing one just then would fail.
             limits=self._httpx.Limits(
@@ -149,6 +149,27 @@ class Client:
         if not isinstance(cards, list) or not all(isinstance(c, dict) and "id" in c for c in cards):
             raise AnswerError(f"{self._url}/v1/models names no models")
         return cards
+
+    async def wait_until_ready(self, timeout: float) -> None:
+        """Asks for the models until the server answers; raises AnswerError after ``timeout`` seconds."""
+        deadline = time.monotonic() + timeout
+        while True:
+            try:
+                await self.models()
+                return
+            except AnswerError:
+                if time.monotonic() >= deadline:
+                    raise
+            await asyncio.sleep(READY_PAUSE)
+
+    async def flush_cache(self) -> None:
+        """Makes the server forget its cached prefixes; raises AnswerError if it refuses."""
+        try:
+            response = await self._http.post(self._url + "/flush_cache")
+        except self._httpx.HTTPError as error:
+            raise AnswerError(f"flushing the cache has failed: {_named(error)}") from error
+        if response.status_code != 200:
+            raise AnswerError(f"flush_cache: {_refusal(response.status_code, response.content)}")
 
     async def ask(self, item: Item) -> Outcome:
         """Runs one request to its end; what goes wrong is in the outcome."""

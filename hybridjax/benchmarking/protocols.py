@@ -14,6 +14,12 @@ PATHS = {
     "openai-chat": "/v1/chat/completions",
     "sglang": "/generate",
 }
+# What SGLang's and vLLM's benchmarks call them.
+ALIASES = {
+    "sglang-native": "sglang",
+    **dict.fromkeys(("sglang-oai", "vllm", "lmdeploy"), "openai"),
+    **dict.fromkeys(("sglang-oai-chat", "vllm-chat", "lmdeploy-chat"), "openai-chat"),
+}
 MAX_MESSAGE = 300
 
 
@@ -49,6 +55,17 @@ def request_body(
     if stream:
         body["stream_options"] = {"include_usage": True}
     return body | dict(extra)
+
+
+def logprob_fields(backend: str, top: int) -> dict[str, Any]:
+    """The fields that ask for the log probabilities of generated tokens and of the ``top`` best ones."""
+    match backend:
+        case "sglang":
+            return {"return_logprob": True, "top_logprobs_num": top}
+        case "openai-chat":
+            return {"logprobs": True, "top_logprobs": top}
+        case _:
+            return {"logprobs": top}
 
 
 class EventParser:

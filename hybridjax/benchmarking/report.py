@@ -11,12 +11,11 @@ from pathlib import Path
 from typing import Any
 
 from hybridjax.benchmarking.load import Outcome
-from hybridjax.benchmarking.statistics import meets, summarize
+from hybridjax.benchmarking.statistics import PERCENTILES, meets, summarize
 from hybridjax.errors import ConfigError
 
 LABELS = {"ttft": "Time to first token", "tpot": "Time per output token", "itl": "Inter-token latency"}
 LABELS |= {"e2e": "End-to-end latency"}
-COLUMNS = ("mean", "median", "p90", "p99")
 MAX_ERRORS = 10
 
 
@@ -38,7 +37,12 @@ def _version(package: str) -> str:
         return "unknown"
 
 
-def measure(outcomes: Sequence[Outcome], duration: float, goodput: dict[str, float]) -> dict[str, Any]:
+def measure(
+    outcomes: Sequence[Outcome],
+    duration: float,
+    goodput: dict[str, float],
+    percentiles: Sequence[float] = PERCENTILES,
+) -> dict[str, Any]:
     """The numbers of a run. Only successful requests count, except that failed ones are never good."""
     done = [o for o in outcomes if o.error is None]
     inputs, outputs = sum(o.input_len for o in done), sum(o.output_len for o in done)
@@ -50,14 +54,15 @@ def measure(outcomes: Sequence[Outcome], duration: float, goodput: dict[str, flo
         "input_tokens": inputs,
         "output_tokens": outputs,
         "request_throughput": len(done) / duration,
+        "input_throughput": inputs / duration,
         "output_throughput": outputs / duration,
         "total_throughput": (inputs + outputs) / duration,
         "concurrency": sum(x.e2e for x in ends) / duration,
-        "ttft_ms": summarize([x.ttft for x in ends if x.ttft is not None]),
-        "tpot_ms": summarize([x.tpot for x in ends if x.tpot is not None]),
-        "itl_ms": summarize([gap for x in ends for gap in x.itl]),
-        "e2e_ms": summarize([x.e2e for x in ends]),
-        "send_delay_ms": summarize([o.late for o in done]),
+        "ttft_ms": summarize([x.ttft for x in ends if x.ttft is not None], percentiles),
+        "tpot_ms": summarize([x.tpot for x in ends if x.tpot is not None], percentiles),
+        "itl_ms": summarize([gap for x in ends for gap in x.itl], percentiles),
+        "e2e_ms": summarize([x.e2e for x in ends], percentiles),
+        "send_delay_ms": summarize([o.late for o in done], percentiles),
         "itl_unit": "token" if all(o.itl_per_token for o in done) else "chunk",
         "tokens_counted_by": dict(collections.Counter(o.counted_by for o in done)),
         "errors": dict(collections.Counter(o.error for o in outcomes if o.error is not None).most_common()),
@@ -83,18 +88,20 @@ def table(numbers: dict[str, Any]) -> str:
     add("Total input tokens", numbers["input_tokens"], 0)
     add("Total output tokens", numbers["output_tokens"], 0)
     add("Request throughput (req/s)", numbers["request_throughput"])
+    add("Input token throughput (tok/s)", numbers["input_throughput"])
     add("Output token throughput (tok/s)", numbers["output_throughput"])
     add("Total token throughput (tok/s)", numbers["total_throughput"])
     add("Concurrency", numbers["concurrency"])
     if "goodput_share" in numbers:
         add("Good requests (%)", 100 * numbers["goodput_share"])
         add("Goodput (req/s)", numbers["goodput_throughput"])
-    lines.append(f"{'Milliseconds':<26}" + "".join(f"{c:>11}" for c in COLUMNS))
+    columns = [name for name in numbers["e2e_ms"] or ("mean", "median") if name not in ("std", "max")]
+    lines.append(f"{'Milliseconds':<26}" + "".join(f"{c:>11}" for c in columns))
     for name, label in LABELS.items():
         summary = numbers[name + "_ms"]
         if name == "itl" and numbers["itl_unit"] == "chunk":
             label = "Inter-chunk latency"
-        cells = [f"{summary[c]:11.2f}" if summary else f"{'n/a':>11}" for c in COLUMNS]
+        cells = [f"{summary[c]:11.2f}" if summary else f"{'n/a':>11}" for c in columns]
         lines.append(f"{label:<26}" + "".join(cells))
     errors = list(numbers["errors"].items())
     lines += [f"error ({count} x): {message}" for message, count in errors[:MAX_ERRORS]]
@@ -112,6 +119,7 @@ def details(outcomes: Sequence[Outcome]) -> dict[str, list[Any]]:
         "itls": [list(o.latencies.itl) for o in outcomes],
         "e2es": [o.latencies.e2e for o in outcomes],
         "errors_by_request": [o.error for o in outcomes],
+        "generated_texts": [o.text for o in outcomes],
     }
 
 
@@ -136,10 +144,8 @@ def _append(path: str, text: str) -> None:
 
 
 def dumps(record: dict[str, Any]) -> str:
-    """One line of JSON; infinite settings become the word."""
-    return json.dumps(
-        {name: _finite(value) for name, value in record.items()}, ensure_ascii=False, allow_nan=False
-    )
+    """One line of JSON, in ASCII as generated text may hold other ends of lines; inf becomes the word."""
+    return json.dumps({name: _finite(value) for name, value in record.items()}, allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

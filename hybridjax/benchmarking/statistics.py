@@ -9,21 +9,33 @@ import numpy as np
 from hybridjax.errors import ConfigError
 
 Summary = dict[str, float]
+PERCENTILES = (90.0, 95.0, 99.0)
 
 _GOODPUT_NAMES = {"ttft": "ttft", "tpot": "tpot", "itl": "itl", "e2e": "e2e", "e2el": "e2e"}
 
 
-def summarize(seconds: Sequence[float]) -> Summary | None:
-    """Mean, median, p90, p99 and the largest value in milliseconds; None without values.
+def summarize(seconds: Sequence[float], percentiles: Sequence[float] = PERCENTILES) -> Summary | None:
+    """Mean, deviation, median, percentiles and the largest value in milliseconds; None without values.
 
-    Percentiles interpolate linearly between the two nearest values.
+    Percentiles interpolate linearly between the two nearest values; p99.9 has the name "p99.9".
     """
     if not seconds:
         return None
     values = np.asarray(seconds, np.float64) * 1e3
-    median, p90, p99 = np.percentile(values, (50, 90, 99))
-    named = {"mean": values.mean(), "median": median, "p90": p90, "p99": p99, "max": values.max()}
-    return {name: float(value) for name, value in named.items()}
+    named = {"mean": values.mean(), "std": values.std(), "median": np.median(values)}
+    named |= {f"p{q:g}": value for q, value in zip(percentiles, np.percentile(values, percentiles))}
+    return {name: float(value) for name, value in named.items()} | {"max": float(values.max())}
+
+
+def parse_percentiles(text: str) -> tuple[float, ...]:
+    """``"90,99.9"`` to numbers, ascending; raises ConfigError for anything outside 0..100."""
+    try:
+        found = sorted({float(part) for part in text.split(",")})
+    except ValueError:
+        found = []
+    if not found or not all(0 <= q <= 100 for q in found):
+        raise ConfigError(f"metric_percentiles is {text!r}; it must be numbers in 0..100, such as 90,99")
+    return tuple(found)
 
 
 def spread(values: Sequence[float]) -> dict[str, float]:

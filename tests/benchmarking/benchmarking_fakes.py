@@ -24,6 +24,9 @@ class FakeServer:
       failures: index of arrival -> "http", "event", "cut" or "abort": how that request fails.
       meet: requests that must be in flight together before any of them is answered.
       usage: whether answers report token counts.
+      not_ready: how many requests for the models are still refused.
+      flushed_after: how many requests had been asked for when the cache was flushed, each time.
+      headers: those of every request, in order of arrival.
     """
 
     def __init__(self):
@@ -36,7 +39,11 @@ class FakeServer:
         self.most_in_flight = 0
         self._in_flight = 0
         self._together = asyncio.Condition()
+        self.not_ready = 0
+        self.flushed_after = []
+        self.headers = []
         routes = [Route("/v1/models", self._models, methods=["GET"])]
+        routes.append(Route("/flush_cache", self._flush, methods=["POST"]))
         for path in ("/v1/completions", "/v1/chat/completions", "/generate"):
             routes.append(Route(path, self._answer, methods=["POST"]))
         sock = socket.socket()
@@ -57,13 +64,23 @@ class FakeServer:
         assert not self._thread.is_alive()
 
     async def _models(self, request):
+        self.not_ready -= 1
+        if self.not_ready >= 0:
+            return JSONResponse({"error": {"message": "not yet"}}, 503)
         return JSONResponse({"data": [{"id": "fake-model"}]})
+
+    async def _flush(self, request):
+        if self.fail_all:
+            return JSONResponse({"error": {"message": "not you"}}, 401)
+        self.flushed_after.append(len(self.bodies))
+        return JSONResponse({"success": True})
 
     async def _answer(self, request):
         body = await request.json()
         failure = "http" if self.fail_all else self.failures.get(len(self.bodies))
         self.bodies.append(body)
         self.authorizations.append(request.headers.get("authorization"))
+        self.headers.append(dict(request.headers))
         async with self._together:
             self._in_flight += 1
             self.most_in_flight = max(self.most_in_flight, self._in_flight)

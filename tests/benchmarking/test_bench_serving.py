@@ -59,6 +59,66 @@ def test_every_backend_is_asked_and_measured(fake, bench, backend, stream):
     assert record["e2e_ms"]["median"] > 0
 
 
+@pytest.mark.parametrize(
+    ("backend", "field"),
+    [("sglang-native", "input_ids"), ("vllm", "prompt"), ("sglang-oai", "prompt"), ("vllm-chat", "messages")],
+)
+def test_other_tools_names_of_interfaces(fake, bench, backend, field):
+    status, record, _ = bench("--backend", backend, ids=field != "messages")
+    assert status == 0 and record["settings"]["backend"] == backend
+    assert field in fake.bodies[-1]
+
+
+@pytest.mark.parametrize(
+    ("backend", "fields"),
+    [
+        ("hybridjax", {"logprobs": 2}),
+        ("openai-chat", {"logprobs": True, "top_logprobs": 2}),
+        ("sglang", {"return_logprob": True, "top_logprobs_num": 2}),
+    ],
+)
+def test_log_probabilities_are_asked_for(fake, bench, backend, fields):
+    flags = ["--return-logprob", "--top-logprobs-num", "2"]
+    bench("--backend", backend, *flags, ids=backend != "openai-chat")
+    assert fields.items() <= fake.bodies[-1].items()
+
+
+def test_the_cache_is_flushed_between_the_warm_up_and_the_clock(fake, bench):
+    assert bench("--warmup-requests", "3", "--flush-cache")[0] == 0
+    assert fake.flushed_after == [3]
+    fake.fail_all = True
+    status, record, shown = bench("--warmup-requests", "0", "--flush-cache")
+    assert (status, record) == (1, None) and "flush_cache: HTTP 401: not you" in shown
+
+
+def test_a_server_that_is_not_ready_is_waited_for(fake, bench, monkeypatch):
+    monkeypatch.setattr("hybridjax.benchmarking.load.READY_PAUSE", 0.01)
+    fake.not_ready = 3
+    assert bench()[0] == 1
+    fake.not_ready = 3
+    assert bench("--ready-check-timeout-sec", "30")[0] == 0
+    fake.not_ready = 10**6
+    status, _, shown = bench("--ready-check-timeout-sec", "0.05")
+    assert status == 1 and "answers HTTP 503" in shown
+
+
+def test_names_headers_and_tags(fake, bench, monkeypatch):
+    monkeypatch.setenv("HYBRIDJAX_API_KEY", "sesame")
+    flags = ["--model", "long/path", "--served-model-name", "short", "--header", "X-Team=a=b", "X-Two=2"]
+    status, record, shown = bench(*flags, "--tag", "nightly", "--disable-tqdm")
+    assert status == 0 and record["tag"] == "nightly"
+    assert fake.bodies[-1]["model"] == "short"
+    assert (fake.headers[-1]["x-team"], fake.headers[-1]["x-two"]) == ("a=b", "2")
+    assert fake.authorizations[-1] == "Bearer sesame"
+    assert "sesame" not in shown + json.dumps(record)
+
+
+def test_percentiles_are_those_asked_for(bench):
+    _, record, shown = bench("--metric-percentiles", "99.9,50")
+    assert [*record["e2e_ms"]] == ["mean", "std", "median", "p50", "p99.9", "max"]
+    assert "     p99.9" in shown and "p90" not in shown
+
+
 def test_failures_are_counted_by_what_they_said(fake, bench):
     fake.failures = {1: "http", 3: "event", 4: "cut"}
     status, record, shown = bench("--goodput", "e2e:3600000", "ttft:3600000")
@@ -144,6 +204,7 @@ def test_results_are_appended_to_the_file(bench, tmp_path):
     bench("--output-file", str(file), "--output-details")
     first, second = map(json.loads, file.read_text().splitlines())
     assert first == record
+    assert second["generated_texts"] == ["".join(TEXTS[i % len(TEXTS)] for i in range(5))] * 4
     assert second["output_lens"] == [5] * 4 and all(len(itl) == 4 for itl in second["itls"])
     assert second["settings"]["request_rate"] == "inf"
 
@@ -158,6 +219,11 @@ def test_results_are_appended_to_the_file(bench, tmp_path):
         (["--extra-request-body", "[]"], "extra_request_body"),
         (["--extra-request-body", '{"stream": true}'], "disable-stream"),
         (["--request-rate", "0"], "request_rate"),
+        (["--metric-percentiles", "9,x"], "metric_percentiles"),
+        (["--header", "a:b"], "header"),
+        (["--header", "a=b\nc"], "header"),
+        (["--ready-check-timeout-sec", "-1"], "ready_check_timeout_sec"),
+        (["--apply-chat-template"], "a tokenizer is needed"),
         (["--output-file", "/nonexistent/x"], "output_file"),
         (["--dataset-name", "sharegpt"], "dataset-path"),
         (["--tokenizer", "/nonexistent"], "nonexistent"),
@@ -220,5 +286,7 @@ def test_help_names_every_flag_of_sglang_that_is_kept():
     flags = "backend base-url dataset-name dataset-path num-prompts random-input-len random-output-len"
     flags += " random-range-ratio request-rate max-concurrency gsp-num-groups gsp-prompts-per-group"
     flags += " gsp-system-prompt-len gsp-question-len gsp-output-len seed output-file warmup-requests goodput"
-    flags += " disable-stream extra-request-body host port model tokenizer"
+    flags += " disable-stream extra-request-body host port model tokenizer served-model-name flush-cache"
+    flags += " disable-tqdm return-logprob top-logprobs-num tag header ready-check-timeout-sec random-input"
+    flags += " gsp-range-ratio gsp-ordered apply-chat-template prompt-suffix tokenize-prompt output-details"
     assert all(f"--{flag}" in done.stdout for flag in flags.split())

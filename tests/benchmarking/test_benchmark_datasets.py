@@ -195,3 +195,46 @@ def test_a_useless_file_is_refused(tmp_path, text, message):
 def test_settings_that_cannot_work_are_refused(flags):
     with pytest.raises(ConfigError, match=next(iter(flags))):
         DatasetConfig(**flags)
+
+
+def shared(tokenizer, **changes):
+    sizes = {"gsp_num_groups": 3, "gsp_prompts_per_group": 4, "gsp_system_prompt_len": 40}
+    sizes |= {"gsp_question_len": 10, "gsp_output_len": 8}
+    config = DatasetConfig(dataset_name="generated-shared-prefix", **(sizes | changes))
+    return load_dataset(config, tokenizer).items
+
+
+def test_shared_prefixes_can_come_in_order_and_in_lengths(tokenizer):
+    ordered = shared(tokenizer, gsp_ordered=True)
+    systems = [item.prompt[:40] for item in ordered]
+    assert systems == [system for system in dict.fromkeys(systems) for _ in range(4)]
+    assert len(set(systems)) == 3
+    assert {item.input_len for item in ordered} == {50} and {item.output_len for item in ordered} == {8}
+    mixed = shared(tokenizer, gsp_range_ratio=0.5, gsp_prompts_per_group=40)
+    assert len({item.input_len for item in mixed}) > 10
+    assert all(25 <= item.input_len == len(item.prompt) <= 50 for item in mixed)
+    assert {item.output_len for item in mixed} == {4, 5, 6, 7, 8}
+
+
+def test_prompts_are_dressed_as_the_flags_say(tokenizer):
+    def items(**changes):
+        config = DatasetConfig(dataset_name="random", num_prompts=5, random_input_len=12, **changes)
+        return load_dataset(config, tokenizer).items
+
+    plain = items()
+    suffixed = items(prompt_suffix=" So?")
+    assert [item.prompt for item in suffixed] == [item.prompt + " So?" for item in plain]
+    assert [item.input_len for item in suffixed] == [len(tokenizer.encode(i.prompt)) for i in suffixed]
+    ids = items(tokenize_prompt=True)
+    assert [item.prompt for item in ids] == [tuple(tokenizer.encode(item.prompt)) for item in plain]
+    turns = items(apply_chat_template=True, prompt_suffix="!")
+    for turn, item in zip(turns, plain):
+        messages = [{"role": "user", "content": item.prompt + "!"}]
+        assert turn.prompt == tokenizer.render_chat(messages, add_generation_prompt=True)
+        assert turn.input_len == len(tokenizer.encode(turn.prompt, False))
+
+
+def test_a_chat_template_is_needed_to_apply_it():
+    config = DatasetConfig(dataset_name="random-ids", num_prompts=1, vocab_size=5, apply_chat_template=True)
+    with pytest.raises(ConfigError, match="a tokenizer is needed"):
+        load_dataset(config, None)

@@ -9,6 +9,7 @@ from hybridjax.benchmarking.statistics import (
     arrival_times,
     meets,
     parse_goodput,
+    parse_percentiles,
     spread,
     summarize,
 )
@@ -17,10 +18,23 @@ from hybridjax.errors import ConfigError
 
 def test_percentiles_interpolate_between_neighbours():
     summary = summarize([i / 1000 for i in range(101)])
-    assert summary == pytest.approx({"mean": 50, "median": 50, "p90": 90, "p99": 99, "max": 100})
+    deviation = (sum((i - 50) ** 2 for i in range(101)) / 101) ** 0.5
+    expected = {"mean": 50, "std": deviation, "median": 50, "p90": 90, "p95": 95, "p99": 99, "max": 100}
+    assert summary == pytest.approx(expected)
+    assert summarize([0.0, 0.001], (50, 99.9)) == pytest.approx(
+        {"mean": 0.5, "std": 0.5, "median": 0.5, "p50": 0.5, "p99.9": 0.999, "max": 1}
+    )
     assert summarize([0.001, 0.002])["p90"] == pytest.approx(1.9)
-    assert summarize([0.003]) == pytest.approx(dict.fromkeys(("mean", "median", "p90", "p99", "max"), 3))
+    names = ("mean", "median", "p90", "p95", "p99", "max")
+    assert summarize([0.003]) == pytest.approx({"std": 0} | dict.fromkeys(names, 3))
     assert summarize([]) is None
+
+
+def test_percentiles_are_read_from_a_list():
+    assert parse_percentiles("99,50,99.9,50") == (50, 99, 99.9)
+    for text in ("", "x", "50,", "-1", "101", "nan"):
+        with pytest.raises(ConfigError, match="metric_percentiles"):
+            parse_percentiles(text)
 
 
 def test_spread_gives_quartiles_and_count():
