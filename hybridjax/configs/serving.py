@@ -91,6 +91,11 @@ class EngineConfig:
     disable_overlap_schedule: bool = flag(
         False, "wait for each step's tokens before launching the next (for debugging)"
     )
+    enable_deterministic_inference: bool = flag(
+        False,
+        "bit-equal results whatever else runs: every step has the largest compiled shape, so that no sum's "
+        "order depends on the batch; slower with few requests or short contexts",
+    )
     random_seed: int = flag(0, "seed of requests that name none")
     implementation: str | None = flag(
         None, "op=name[,op=name]: force op implementations (default: the fastest that fits the device)"
@@ -147,6 +152,17 @@ class ServerConfig(EngineConfig):
     host: str = flag("127.0.0.1", "address to listen on")
     port: int = flag(30000, "port to listen on (0: any free one)")
     served_model_name: str | None = flag(None, "name in /v1/models (default: last part of model_path)")
+    tool_call_parser: str = flag(
+        "auto",
+        "how the model writes tool calls; auto: as its chat template does",
+        choices=["auto", "off", "hermes", "qwen", "qwen25", "qwen3_coder", "llama3", "json"],
+    )
+    reasoning_parser: str = flag(
+        "auto",
+        "how the model marks its reasoning, which is kept out of the content; auto: <think> tags if the chat "
+        "template knows them",
+        choices=["auto", "off", "qwen3", "deepseek-r1"],
+    )
     chat_template: str | None = flag(None, "file with a Jinja chat template (default: the tokenizer's)")
     log_level: str = flag("info", "log level", choices=["debug", "info", "warning", "error"])
     drain_timeout: float = flag(30.0, "seconds that running requests get after SIGTERM")
@@ -181,6 +197,9 @@ class ServerConfig(EngineConfig):
         check(self.watchdog_timeout >= 0, "watchdog_timeout", self.watchdog_timeout, "0 or more seconds")
         timeout = self.health_check_timeout
         check(timeout > 0, "health_check_timeout", timeout, "above 0 seconds")
+        for name in ("tool_call_parser", "reasoning_parser"):
+            choices = type(self).__dataclass_fields__[name].metadata["choices"]
+            check(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
         known = ("model", "openai")
         check(self.sampling_defaults in known, "sampling_defaults", self.sampling_defaults, "model or openai")
         for name in secret_fields(type(self)):

@@ -214,6 +214,18 @@ def sample(
     return tokens, SampledLogprobs(sampled, *top)
 
 
+def score(logits: jax.Array, targets: jax.Array) -> SampledLogprobs:
+    """Log probabilities of given tokens and of the most likely ones.
+
+    Args:
+      logits: float32[B, V].
+      targets: int32[B]; those below 0 give values without meaning.
+    """
+    normaliser = jax.nn.logsumexp(logits, axis=-1)
+    chosen = jnp.take_along_axis(logits, jnp.maximum(targets, 0)[:, None], axis=-1)[:, 0]
+    return SampledLogprobs(chosen - normaliser, *_top(logits, normaliser))
+
+
 def gumbel_noise(seed: jax.Array, position: jax.Array, vocab: int) -> jax.Array:
     """float32[vocab] noise of one position of a request's stream; ``seed`` is uint32[2]."""
     key = jax.random.wrap_key_data(seed, impl="threefry2x32")

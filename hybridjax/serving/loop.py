@@ -317,6 +317,8 @@ class EngineLoop:
                 self._scheduler.confirm(row)
                 steps = int(row.is_last) if isinstance(row, PrefillRow) else row.steps
                 known, event = len(row.forced), None
+                if column in result.prompt_scores:
+                    entry.processor.push_prompt(result.prompt_scores[column])
                 if known < steps:
                     event = entry.processor.push(result, column, steps, known)
             except Exception as error:

@@ -1,4 +1,4 @@
-"""The state pools and the prefix cache together: who asks gets what is free, then what only the cache holds."""
+"""The state pools and the prefix cache together: free memory is handed out, then what is only cached."""
 
 import collections
 from collections.abc import Iterable

@@ -8,7 +8,7 @@ import numpy as np
 
 from hybridjax.errors import HybridJaxError
 from hybridjax.serving.api import FinishReason, RequestOutput, TokenLogprob
-from hybridjax.serving.plan import StepResult
+from hybridjax.serving.plan import PromptScores, StepResult
 from hybridjax.serving.request import Request
 
 
@@ -91,10 +91,18 @@ class OutputProcessor:
         self._stops = StopMatcher(params.stop, include_match=params.include_stop_str_in_output)
         self._stop_tokens = frozenset(request.stop_tokens)
         self._count = 0
+        self._prompt_scores: list[PromptScores] = []
+        self._prompt_taken = False
 
     @property
     def completion_tokens(self) -> int:
         return self._count
+
+    def push_prompt(self, scores: PromptScores) -> None:
+        """Takes the log probabilities of a chunk of the prompt; chunks come in order, or again from 0 on."""
+        if scores.start == 0:
+            self._prompt_scores.clear()
+        self._prompt_scores.append(scores)
 
     def push(self, result: StepResult, column: int, steps: int, first: int = 0) -> RequestOutput:
         """Processes the sampled tokens of steps ``first`` .. ``steps`` - 1 in a column of a result.
@@ -187,12 +195,29 @@ class OutputProcessor:
             finish_reason=reason,
             stop_reason=stop_reason,
             logprobs=None if self._request.params.logprobs is None else tuple(logprobs),
+            prompt_logprobs=self._take_prompt_logprobs() if tokens else None,
             prompt_tokens=self._request.prompt_length,
             completion_tokens=self._count,
             cached_tokens=self._request.cached_tokens,
             queue_seconds=self._request.queue_seconds,
             error=error,
         )
+
+    def _take_prompt_logprobs(self) -> tuple[TokenLogprob | None, ...] | None:
+        """Those of the whole prompt, once."""
+        count, scores = self._request.params.prompt_logprobs, self._prompt_scores
+        if count is None or self._count == 0 or self._prompt_taken:
+            return None
+        self._prompt_taken, self._prompt_scores = True, []
+        ids = self._request.prompt_ids[1:].tolist()
+        values = [value for part in scores for value in part.logprobs.tolist()]
+        tops = [row for part in scores for row in _top_rows(part, count)]
+        return None, *(TokenLogprob(*entry) for entry in zip(ids, values, tops, strict=True))
+
+
+def _top_rows(scores: PromptScores, count: int) -> list[tuple[tuple[int, float], ...]]:
+    pairs = zip(scores.top_ids[:, :count].tolist(), scores.top_logprobs[:, :count].tolist())
+    return [tuple((t, v) for t, v in zip(*pair) if t >= 0) for pair in pairs]
 
 
 def _token_logprob(result: StepResult, step: int, column: int, count: int) -> TokenLogprob:

@@ -88,7 +88,7 @@ class Pace:
         return next((size for size in self._sizes if size >= tiles), self._sizes[-1])
 
     def _seconds(self, tiles: int) -> float:
-        """What a step takes; a large one no more per tile than a small one, so that one slow sample passes."""
+        """What a step takes; per tile a large one takes no more than a small one: one slow sample passes."""
         size = self._size(tiles)
         known = [self._prefill[s] * max(1.0, size / s) for s in self._sizes if s in self._prefill]
         return min(known, default=0.0)

@@ -1,7 +1,7 @@
 """What crosses the border between the host's scheduler and the device: plans down, results up."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -60,6 +60,11 @@ class PrefillRow:
         """64-row tiles that the chunk takes."""
         return -(-(self.end - self.start) // TILE)
 
+    @property
+    def wants_scores(self) -> bool:
+        """Whether the prompt's own tokens are scored; not again after a preemption."""
+        return self.request.params.prompt_logprobs is not None and not self.request.output
+
 
 @dataclasses.dataclass(frozen=True)
 class PrefillPlan:
@@ -104,6 +109,21 @@ Plan = PrefillPlan | DecodePlan
 
 
 @dataclasses.dataclass(frozen=True)
+class PromptScores:
+    """Log probabilities of the prompt tokens start + 1 .. start + n, in a chunk from ``start`` on.
+
+    Attributes:
+      logprobs: float32[n].
+      top_ids, top_logprobs: [n, MAX_TOP_LOGPROBS].
+    """
+
+    start: int
+    logprobs: np.ndarray
+    top_ids: np.ndarray
+    top_logprobs: np.ndarray
+
+
+@dataclasses.dataclass(frozen=True)
 class StepResult:
     """What a launch sampled. Column i belongs to row i of the plan.
 
@@ -112,12 +132,14 @@ class StepResult:
         token that the device detected, or a prefill chunk that is not its prompt's last).
       logprobs: float32[num_steps, rows] log probabilities of ``tokens`` under the raw distribution.
       top_ids, top_logprobs: [num_steps, rows, MAX_TOP_LOGPROBS], None if no row asked for them.
+      prompt_scores: by column, of prefill rows that asked for them.
     """
 
     tokens: np.ndarray
     logprobs: np.ndarray
     top_ids: np.ndarray | None = None
     top_logprobs: np.ndarray | None = None
+    prompt_scores: Mapping[int, PromptScores] = dataclasses.field(default_factory=dict)
 
 
 class Runner(Protocol):

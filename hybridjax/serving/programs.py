@@ -18,10 +18,12 @@ from hybridjax.batch import TILE, Batch, Mode, State
 from hybridjax.ops.sampling import (
     MAX_DEVICE_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
+    SampledLogprobs,
     SamplerState,
     SamplingRows,
     record_tokens,
     sample,
+    score,
 )
 from hybridjax.serving.packing import Field, Layout
 
@@ -43,12 +45,14 @@ class StepOutput:
     Fields:
       tokens: int32[K, B], -1 where the row was inactive; logprobs: float32[K, B].
       top_ids, top_logprobs: [K, B, MAX_TOP_LOGPROBS].
+      prompt: of a prefill step, by row of the step: of the prompt token that follows the row's.
     """
 
     tokens: jax.Array
     logprobs: jax.Array
     top_ids: jax.Array
     top_logprobs: jax.Array
+    prompt: SampledLogprobs | None = None
 
 
 @jax.tree_util.register_dataclass
@@ -94,6 +98,8 @@ class Bucket:
                 Field("context_length", (rows,)),
                 Field("initial_slot", (rows,)),
                 Field("snapshot_slot", (rows,)),
+                Field("scored_tiles", ()),
+                Field("targets", (rows * TILE,)),
             )
             if self.images:
                 own += (Field("rope_positions", (rows * TILE, 3)), Field("feature_index", (rows * TILE,)))
@@ -150,7 +156,29 @@ def prefill_step(
     hidden, caches = model.forward(batch, state.caches)
     logits = model.logits(hidden[batch.logit_rows])
     out, sampler, _ = sample_rows(logits, bucket, x, state.sampler, batch, x["emits"])
-    return jax.tree.map(lambda a: a[None], out), DeviceState(caches, sampler)
+    out = jax.tree.map(lambda a: a[None], out)
+    out = dataclasses.replace(out, prompt=_score_prompt(model, hidden, bucket, x))
+    return out, DeviceState(caches, sampler)
+
+
+def _score_prompt(model: Any, hidden: jax.Array, bucket: Bucket, x: Mapping[str, jax.Array]):
+    """Log probabilities of ``targets`` in the first ``scored_tiles`` tiles: a tile's logits at a time."""
+    rows = bucket.rows * TILE
+    none = SampledLogprobs(
+        jnp.zeros(rows, jnp.float32),
+        jnp.full((rows, MAX_TOP_LOGPROBS), -1, jnp.int32),
+        jnp.zeros((rows, MAX_TOP_LOGPROBS), jnp.float32),
+    )
+
+    def tile(i: jax.Array, out: SampledLogprobs) -> SampledLogprobs:
+        part = jax.lax.dynamic_slice_in_dim(hidden, i * TILE, TILE)
+        targets = jax.lax.dynamic_slice_in_dim(x["targets"], i * TILE, TILE)
+        new = score(_allowed(model.logits(part), bucket), targets)
+        return jax.tree.map(
+            lambda all, one: jax.lax.dynamic_update_slice_in_dim(all, one, i * TILE, 0), out, new
+        )
+
+    return jax.lax.fori_loop(0, x["scored_tiles"], tile, none)
 
 
 def decode_step(
@@ -217,8 +245,7 @@ def sample_rows(
 
     Where the dispatch's ``forced`` has a token for ``step``, it takes the place of the sampled one.
     """
-    if bucket.vocab_limit is not None:
-        logits = jnp.where(jnp.arange(logits.shape[-1]) < bucket.vocab_limit, logits, -jnp.inf)
+    logits = _allowed(logits, bucket)
     settings = SamplingRows(**{f.name: x[f.name] for f in dataclasses.fields(SamplingRows)})
     tokens, logprobs = sample(
         logits, settings, sampler, batch.slot, batch.context_length, x["stop_tokens"], x["min_position"]
@@ -227,6 +254,13 @@ def sample_rows(
     shown = jnp.where(emits, tokens, -1)
     out = StepOutput(shown, logprobs.sampled, logprobs.top_ids, logprobs.top_logprobs)
     return out, record_tokens(sampler, batch.slot, tokens, emits), tokens
+
+
+def _allowed(logits: jax.Array, bucket: Bucket) -> jax.Array:
+    """Logits without the ids that no token stands for."""
+    if bucket.vocab_limit is None:
+        return logits
+    return jnp.where(jnp.arange(logits.shape[-1]) < bucket.vocab_limit, logits, -jnp.inf)
 
 
 STEPS = {"prefill": prefill_step, "decode": decode_step}

@@ -13,6 +13,7 @@ from hybridjax.serving.prompt_images import PromptImages
 
 MAX_PRIORITY = 1000
 MAX_CACHE_SALT = 256
+MAX_PROMPT_LOGPROBS = 2**19
 
 
 @dataclasses.dataclass(eq=False)
@@ -203,6 +204,12 @@ def make_request(
         raise RequestError(
             f"min_tokens is {params.min_tokens}; at most max_tokens, {max_tokens} here, can be generated",
             param="min_tokens",
+        )
+    if params.prompt_logprobs is not None and len(ids) * (1 + params.prompt_logprobs) > MAX_PROMPT_LOGPROBS:
+        raise RequestError(
+            f"prompt_logprobs is {params.prompt_logprobs} for a prompt of {len(ids)} tokens; at most "
+            f"{MAX_PROMPT_LOGPROBS} log probabilities are given, the tokens' own included",
+            param="prompt_logprobs",
         )
     _check_in_vocabulary(params.logit_bias, "logit_bias", limits.vocab_size)
     _check_in_vocabulary(params.stop_token_ids, "stop_token_ids", limits.vocab_size)

@@ -140,6 +140,8 @@ def buckets(
 ) -> tuple[Bucket, ...]:
     """The shapes to compile: geometric in rows and in page-table columns, smallest first.
 
+    Under deterministic inference only the largest, because XLA chooses the order of sums by shape.
+
     Args:
       config, sizes: flags and pools.
       steps: decode steps per dispatch (default: the flag's).
@@ -149,6 +151,8 @@ def buckets(
     pages = _geometric(columns, smallest=16)
     tiles = _geometric(prefill_tiles(config, sizes), smallest=2)
     rows = _geometric(sizes.max_running_requests, smallest=1)
+    if config.enable_deterministic_inference:
+        pages, tiles, rows = pages[-1:], tiles[-1:], rows[-1:]
     steps = config.num_continuous_decode_steps if steps is None else steps
     bucket = functools.partial(Bucket, images=images, vocab_limit=vocab_limit)
     prefill = [bucket("prefill", t, p) for t in tiles for p in pages]

@@ -72,8 +72,8 @@ def all_free(engine):
     scheduler = engine._loop._scheduler
     return (
         stats.waiting == stats.prefilling == stats.running == 0
-        and stats.free_pages == scheduler.pages.capacity
-        and stats.free_slots == scheduler.slots.capacity
+        and stats.free_pages == scheduler.memory.pages.capacity
+        and stats.free_slots == scheduler.memory.slots.capacity
     )
 
 

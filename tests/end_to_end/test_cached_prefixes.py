@@ -99,7 +99,7 @@ def test_a_corrupted_snapshot_changes_the_tokens(engines):
     expected = plain.generate([prompt], params)[0]
     assert cached.generate([prompt], params)[0].token_ids == expected.token_ids
     runner, scheduler = cached._loop._runner, cached._loop._scheduler
-    slots = np.array(scheduler.cache.held_slots())
+    slots = np.array(scheduler.memory.cache.held_slots())
     caches = tuple(
         type(c)(c.state.at[slots].multiply(-3.0)) if hasattr(c, "state") else c for c in runner._state.caches
     )
