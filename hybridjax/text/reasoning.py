@@ -35,7 +35,8 @@ class ReasoningSplitter:
     The reasoning stands at the beginning or nowhere. Tags are dropped, with the line breaks beside them.
 
     Attributes:
-      inside: the reasoning has not ended yet.
+      began: there is a reasoning.
+      inside: it has not ended yet.
     """
 
     def __init__(self, *, opened: bool, keep: bool = False):
@@ -45,7 +46,7 @@ class ReasoningSplitter:
           opened: the prompt has opened the reasoning.
           keep: leave the reasoning as it is, tags and line breaks included.
         """
-        self.inside = opened
+        self.began = self.inside = opened
         self._keep = keep
         self._before = True  # nothing but space so far
         self._rest = ""
@@ -64,7 +65,7 @@ class ReasoningSplitter:
                 self._rest = text
                 return Split()
             if self._before:
-                self._before, self.inside = False, True
+                self._before, self.began, self.inside = False, True, True
                 reasoning = text[: start + len(OPEN)] if self._keep else ""
                 text = text[start + len(OPEN) :]
             self._at_start = self.inside

@@ -215,7 +215,7 @@ class XmlReader(Reader):
         comma = ", " if self._seen else ""
         self._seen.add(name)
         self._parameter, self._value, self._state = name, [], self._first_of_value
-        self._is_text = _types(self._schema()) == {"string"}
+        self._is_text = json_types(self._schema()) == {"string"}
         quote = '"' if self._is_text else ""
         self.pieces.append(f"{comma}{_dumps(name)}: {quote}")
         return end
@@ -255,7 +255,7 @@ class XmlReader(Reader):
 
 def as_json(text: str, schema: Any) -> str:
     """A parameter's value as JSON: what its schema says it is if it reads like that, else a string."""
-    types = _types(schema)
+    types = json_types(schema)
     word = text.strip()
     if "null" in types and word in ("null", "None"):
         return "null"
@@ -270,7 +270,7 @@ def as_json(text: str, schema: Any) -> str:
     return word if is_json and not word.startswith('"') else _dumps(text)
 
 
-def _types(schema: Any, depth: int = 4) -> set[str]:
+def json_types(schema: Any, depth: int = 4) -> set[str]:
     """The JSON types that a schema names; a parameter without any is a string."""
     if not isinstance(schema, Mapping):
         return {"string"}
@@ -281,7 +281,7 @@ def _types(schema: Any, depth: int = 4) -> set[str]:
     for union in ("anyOf", "oneOf"):
         options = schema.get(union)
         if isinstance(options, list) and depth:
-            types |= {name for option in options for name in _types(option, depth - 1)}
+            types |= {name for option in options for name in json_types(option, depth - 1)}
     if types:
         return types
     if {"properties", "items", "$ref", "allOf"} & schema.keys():

@@ -6,9 +6,10 @@ import pytest
 from http_fakes import ByteTokenizer
 
 from hybridjax.serving.api import RequestOutput, TokenLogprob
-from hybridjax.serving.http.bodies import CompletionBodies, Piece, TokenTexts
+from hybridjax.serving.http.bodies import CompletionBodies
 from hybridjax.serving.http.errors import dumps
 from hybridjax.serving.http.protocol import CompletionRequest
+from hybridjax.serving.http.tokens import Piece, TokenTexts
 
 
 class SpaceDroppingTokenizer(ByteTokenizer):
@@ -41,10 +42,10 @@ def test_the_pieces_of_a_character_count_it_once():
 
 def test_impossible_tokens_have_a_json_logprob():
     request = CompletionRequest(prompt=["x"], logprobs=2)  # pyright: ignore
-    bodies = CompletionBodies(request, TokenTexts(ByteTokenizer()), [])
+    bodies = CompletionBodies(request, TokenTexts(ByteTokenizer()), [[1]], [])
     entry = TokenLogprob(97, -math.inf, ((98, math.nan), (97, -0.25)))
     output = RequestOutput(request_id="r", token_ids=(97,), text="a", logprobs=(entry,))
-    logprobs = json.loads(dumps(bodies.delta(0, output)))["logprobs"]
+    logprobs = json.loads(dumps(bodies.delta(0, output, always=False)))["logprobs"]
     assert logprobs["token_logprobs"] == [-9999.0]
     assert logprobs["top_logprobs"] == [{"b": -9999.0, "a": -0.25}]
 

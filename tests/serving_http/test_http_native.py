@@ -7,9 +7,9 @@ import pytest
 from http_fakes import BOS, EOS, PATIENCE, FakeEngine, RunningServer, saying
 
 from hybridjax.serving.api import EngineStats, RequestOutput, SamplingParams
-from hybridjax.serving.http.bodies import TokenTexts
 from hybridjax.serving.http.native import NativeAnswer
 from hybridjax.serving.http.native_protocol import GenerateRequest
+from hybridjax.serving.http.tokens import TokenTexts
 
 
 def generate(http: httpx.Client, sampling: Any = None, **body: Any) -> Any:
@@ -197,7 +197,9 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"input_ids": "x"}, "input_ids", "must be a list of token ids"),
     ({"input_ids": [1, -1]}, "input_ids", "token id"),
     ({"input_ids": []}, "input_ids", "token id"),
-    ({"text": "x", "logprob_start_len": 0}, "logprob_start_len", "not supported"),
+    ({"text": "x", "logprob_start_len": 0}, "logprob_start_len", "needs return_logprob"),
+    ({"text": "x", "return_logprob": True, "logprob_start_len": 3}, "logprob_start_len", "only 2 tokens"),
+    ({"text": "x", "timeout": -1}, "timeout", "greater than 0"),
     ({"text": "x", "top_logprobs_num": 1}, "top_logprobs_num", "needs return_logprob"),
     ({"text": "x", "return_logprob": True, "top_logprobs_num": 21}, "top_logprobs_num", "equal to 20"),
     ({"text": "x", "image_data": "http://x"}, "image_data", "not supported"),

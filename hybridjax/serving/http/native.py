@@ -14,7 +14,8 @@ from starlette.responses import Response
 from hybridjax.configs.serving import ServerConfig, secret_fields
 from hybridjax.errors import RequestError
 from hybridjax.serving.api import RequestOutput, TokenLogprob
-from hybridjax.serving.http.bodies import TextTokenizer, TokenTexts, finite
+from hybridjax.serving.http.bodies import finite
+from hybridjax.serving.http.chat import Chats
 from hybridjax.serving.http.errors import UnauthorizedError
 from hybridjax.serving.http.generation import Front, Generation, Job
 from hybridjax.serving.http.native_protocol import (
@@ -26,6 +27,7 @@ from hybridjax.serving.http.native_protocol import (
 from hybridjax.serving.http.parsing import json_body, parse
 from hybridjax.serving.http.probe import HealthProbe
 from hybridjax.serving.http.respond import GenerationResponse
+from hybridjax.serving.http.tokens import TextTokenizer, TokenTexts
 
 # An event repeats all tokens, so it waits until it adds this share of them: otherwise the bytes of a
 # long stream would grow with the square of its length.
@@ -38,9 +40,15 @@ class NativeAnswer:
     """The answer to POST /generate: per completion, its text and a ``meta_info``."""
 
     def __init__(
-        self, request: GenerateRequest, ids: Sequence[str], texts: TokenTexts, clock: Callable[[], float]
+        self,
+        request: GenerateRequest,
+        ids: Sequence[str],
+        texts: TokenTexts,
+        clock: Callable[[], float],
+        prompts: Sequence[Sequence[int]] = (),
     ):
         self._request = request
+        self._first = [prompt[0] for prompt in prompts]
         self._ids = ids
         self._texts = texts
         self._clock = clock
@@ -49,6 +57,7 @@ class NativeAnswer:
         self._text = [""] * len(ids)
         self._token_ids: list[list[int]] = [[] for _ in ids]
         self._logprobs: list[list[TokenLogprob]] = [[] for _ in ids]
+        self._input_logprobs: list[Sequence[TokenLogprob | None]] = [() for _ in ids]
         self._shown = [0] * len(ids)
 
     @property
@@ -80,6 +89,8 @@ class NativeAnswer:
         self._text[index] += output.text
         self._token_ids[index].extend(output.token_ids)
         self._logprobs[index].extend(output.logprobs or ())
+        if output.prompt_logprobs is not None:
+            self._input_logprobs[index] = output.prompt_logprobs[self._request.logprob_start_len :]
 
     def _reply(self, index: int, output: RequestOutput) -> dict[str, Any]:
         text = {"text": self._text[index]} if self._texts.known else {}
@@ -94,30 +105,44 @@ class NativeAnswer:
             "cached_tokens": output.cached_tokens,
         }
         if self._request.return_logprob:
-            entries = self._logprobs[index]
-            meta["input_token_logprobs"] = []
-            meta["output_token_logprobs"] = [self._entry(e.token_id, e.logprob) for e in entries]
-            if self._request.top_logprobs_num:
-                meta["input_top_logprobs"] = []
-                meta["output_top_logprobs"] = [[self._entry(*top) for top in e.top] for e in entries]
+            # A prompt may be long, so of a stream's events only the last repeats it.
+            prompt = self._input_logprobs[index] if output.finish_reason is not None else ()
+            for name, entries in (("input", prompt), ("output", self._logprobs[index])):
+                meta[f"{name}_token_logprobs"] = [self._token(index, entry) for entry in entries]
+                if self._request.top_logprobs_num:
+                    meta[f"{name}_top_logprobs"] = [self._top(entry) for entry in entries]
         if output.finish_reason is not None:
             meta["e2e_latency"] = self._clock() - self._started
         return meta
 
-    def _entry(self, token_id: int, logprob: float) -> list[Any]:
+    def _token(self, index: int, entry: TokenLogprob | None) -> list[Any]:
+        if entry is None:  # the first token of a prompt
+            return self._entry(self._first[index // self._request.n], None)
+        return self._entry(entry.token_id, entry.logprob)
+
+    def _top(self, entry: TokenLogprob | None) -> list[Any] | None:
+        return None if entry is None else [self._entry(*top) for top in entry.top]
+
+    def _entry(self, token_id: int, logprob: float | None) -> list[Any]:
         text = self._texts.piece(token_id).text if self._request.return_text_in_logprobs else None
-        return [finite(logprob), token_id, text]
+        return [None if logprob is None else finite(logprob), token_id, text]
 
 
 class NativeRoutes:
     """The endpoints."""
 
     def __init__(
-        self, front: Front, tokenizer: TextTokenizer | None, texts: TokenTexts, config: ServerConfig
+        self,
+        front: Front,
+        tokenizer: TextTokenizer | None,
+        texts: TokenTexts,
+        chats: Chats,
+        config: ServerConfig,
     ):
         self._front = front
         self._tokenizer = tokenizer
         self._texts = texts
+        self._chats = chats
         self._config = config
         self._probe = HealthProbe(front, config.health_check_timeout)
 
@@ -132,9 +157,10 @@ class NativeRoutes:
         names = {rid: range(i * body.n, (i + 1) * body.n) for i, rid in enumerate(body.rid)}
 
         def prepare(generation: Generation) -> tuple[list[Job], NativeAnswer]:
-            jobs = self._jobs(body)
+            prompts = self._prompts(body)
             ids = _ids(body, generation.request_id)
-            return jobs, NativeAnswer(body, ids, self._texts, self._front.telemetry.clock)
+            answer = NativeAnswer(body, ids, self._texts, self._front.telemetry.clock, prompts)
+            return self._jobs(body, prompts), answer
 
         return GenerationResponse(self._front, prepare, stream=body.stream, names=names)
 
@@ -181,11 +207,13 @@ class NativeRoutes:
     async def tokenize(self, request: Request) -> dict[str, Any]:
         body = parse(await json_body(request), TokenizeRequest)
         tokenizer = self._need_tokenizer()
-
         is_batch = isinstance(body.prompt, list)
-        texts = body.prompt if isinstance(body.prompt, list) else [body.prompt]
 
         def encode() -> list[list[int]]:
+            if body.messages:
+                text = self._chats.render(body.conversation())
+                return [tokenizer.encode(text, add_special_tokens=False)]
+            texts = body.prompt if isinstance(body.prompt, list) else [body.prompt or ""]
             return [tokenizer.encode(text, add_special_tokens=body.add_special_tokens) for text in texts]
 
         tokens = await run_in_threadpool(encode)
@@ -214,14 +242,28 @@ class NativeRoutes:
         await self._probe.check()
         return JSONResponse({"status": "ok"})
 
-    def _jobs(self, body: GenerateRequest) -> list[Job]:
-        prompts: list[Any] = list(body.prompts)
-        if body.text is not None:
+    def _prompts(self, body: GenerateRequest) -> list[list[int]]:
+        if body.text is None:
+            prompts: list[Any] = list(body.prompts)
+        else:
             tokenizer = self._need_tokenizer("text")
-            prompts = [self._front.encode(tokenizer, text, "text") for text in prompts]
+            prompts = [self._front.encode(tokenizer, str(text), "text") for text in body.prompts]
+        if body.prompt_logprobs is not None:
+            param = "logprob_start_len"
+            shortest = min(map(len, prompts))
+            if body.logprob_start_len > shortest:
+                raise RequestError(
+                    f"{param} is {body.logprob_start_len}; the prompt has only {shortest} tokens", param=param
+                )
+            self._front.check_prompt_logprobs(prompts, body.n, body.prompt_logprobs, param)
+        return prompts
+
+    def _jobs(self, body: GenerateRequest, prompts: list[list[int]]) -> list[Job]:
         each = body.sampling_params * (len(prompts) if len(body.sampling_params) == 1 else 1)
+        defaults, logprobs = self._front.sampling_defaults, (body.logprobs, body.prompt_logprobs)
+        options = body.submit_options()
         return [
-            Job(prompt, params.sampling_params(choice, self._front.sampling_defaults, body.logprobs))
+            Job(prompt, params.sampling_params(choice, defaults, *logprobs), **options)
             for prompt, params in zip(prompts, each, strict=True)
             for choice in range(body.n)
         ]
@@ -251,6 +293,8 @@ def _finish_reason(output: RequestOutput) -> dict[str, Any] | None:
         case "stop":
             last = output.token_ids[-1] if output.token_ids else None
             return {"type": "stop", "matched": last if output.stop_reason is None else output.stop_reason}
+        case "timeout":
+            return {"type": "abort", "message": "the request's timeout passed"}
         case reason:
             return {"type": reason, "message": "the request was aborted"}
 

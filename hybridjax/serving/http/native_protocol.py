@@ -7,12 +7,18 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from hybridjax.errors import RequestError
 from hybridjax.serving.api import MAX_TOP_LOGPROBS, SamplingParams
+from hybridjax.serving.http.messages import Message, Tools
 from hybridjax.serving.http.protocol import (
     INT32_MAX,
+    MAX_MESSAGES,
     MAX_PROMPTS,
+    MAX_TEMPLATE_KWARGS,
     UNSUPPORTED,
+    Conversation,
     SamplingFields,
     Schema,
+    SubmitFields,
+    TemplateOptions,
     prompt_list,
     seed_of,
 )
@@ -78,7 +84,11 @@ class NativeSampling(SamplingFields):
         return given
 
     def sampling_params(
-        self, choice: int, defaults: Mapping[str, float], logprobs: int | None
+        self,
+        choice: int,
+        defaults: Mapping[str, float],
+        logprobs: int | None,
+        prompt_logprobs: int | None,
     ) -> SamplingParams:
         """The parameters of choice 0..n-1 of a prompt; raises RequestError."""
         if self.min_new_tokens > self.max_new_tokens:
@@ -93,18 +103,18 @@ class NativeSampling(SamplingFields):
             seed=seed_of(self.sampling_seed, choice),
             include_stop_str_in_output=self.no_stop_trim,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             **self.shared_params(defaults),
         )
 
 
-class GenerateRequest(Schema):
+class GenerateRequest(SubmitFields):
     """The body of POST /generate: one prompt, or several of a kind."""
 
     unsupported = {
         **dict.fromkeys(("image_data", "video_data", "audio_data", "input_embeds", "lora_path"), ()),
         **dict.fromkeys(("custom_logit_processor", "session_params", "token_ids_logprob"), ()),
         "return_hidden_states": (False,),
-        "logprob_start_len": (-1,),
     }
 
     text: Annotated[Text | None, PlainValidator(_text, json_schema_input_type=Text)] = None
@@ -117,6 +127,9 @@ class GenerateRequest(Schema):
     stream: bool = Field(False, description="answer with server-sent events; each repeats the whole text")
     return_logprob: bool = False
     top_logprobs_num: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS, description="needs return_logprob")
+    logprob_start_len: int = Field(
+        -1, ge=-1, le=INT32_MAX, description="first prompt token to report logprobs of; -1: of none"
+    )
     return_text_in_logprobs: bool = False
     rid: Annotated[list[Rid], BeforeValidator(_as_list)] = Field(
         [], max_length=MAX_PROMPTS, description="a name to abort the request by, or a list of them"
@@ -139,12 +152,18 @@ class GenerateRequest(Schema):
     def logprobs(self) -> int | None:
         return self.top_logprobs_num if self.return_logprob else None
 
+    @property
+    def prompt_logprobs(self) -> int | None:
+        return self.top_logprobs_num if self.return_logprob and self.logprob_start_len >= 0 else None
+
     def check(self) -> None:
         """Raises RequestError if fields contradict each other."""
         if (self.text is None) == (self.input_ids is None):
             raise RequestError("give either text or input_ids", param="text")
         if self.top_logprobs_num and not self.return_logprob:
             raise RequestError("top_logprobs_num needs return_logprob to be true", param="top_logprobs_num")
+        if self.logprob_start_len >= 0 and not self.return_logprob:
+            raise RequestError("logprob_start_len needs return_logprob to be true", param="logprob_start_len")
         count = len(self.prompts)
         if len(self.sampling_params) not in (1, count):
             raise RequestError(
@@ -165,11 +184,31 @@ class AbortRequest(Schema):
 
 
 class TokenizeRequest(Schema):
-    """The body of POST /tokenize."""
+    """The body of POST /tokenize: texts, or a conversation as /v1/chat/completions takes it."""
 
     model: str = ""
-    prompt: Annotated[Text, PlainValidator(_bounded_text, json_schema_input_type=Text)]
-    add_special_tokens: bool = True
+    prompt: Annotated[Text | None, PlainValidator(_bounded_text, json_schema_input_type=Text)] = None
+    add_special_tokens: bool = Field(True, description="of prompt; templates write theirs themselves")
+    messages: list[Message] = Field([], max_length=MAX_MESSAGES, description="instead of prompt; text only")
+    tools: Tools = []
+    chat_template_kwargs: TemplateOptions = Field({}, max_length=MAX_TEMPLATE_KWARGS)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+    def conversation(self) -> Conversation:
+        return Conversation(
+            messages=self.messages,
+            tools=self.tools,
+            options=self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
+
+    @model_validator(mode="after")
+    def _one_of_them(self) -> "TokenizeRequest":
+        if bool(self.messages) == (self.prompt is not None):
+            raise ValueError("prompt is missing; give either prompt or messages")
+        return self
 
 
 class DetokenizeRequest(Schema):

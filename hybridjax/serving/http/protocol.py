@@ -4,20 +4,18 @@ A field that is null counts as left out. Fields nobody here knows are ignored, a
 bookkeeping of their own; fields that are known to change the answer but are not supported are refused.
 """
 
+import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import (
     AfterValidator,
-    BaseModel,
     BeforeValidator,
-    ConfigDict,
     Field,
     PlainValidator,
     WithJsonSchema,
-    model_validator,
 )
 
 from hybridjax.errors import RequestError
@@ -28,12 +26,16 @@ from hybridjax.serving.api import (
     MAX_TOP_LOGPROBS,
     SamplingParams,
 )
-from hybridjax.serving.http.content import Content, Picture, for_template
+from hybridjax.serving.http.content import Picture
+from hybridjax.serving.http.messages import Message, NamedTool, Strict, Tool, ToolChoice, Tools
 
 MAX_N = 8
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS = 16
+MAX_PRIORITY = 10**6
+MAX_CACHE_SALT = 256
+MAX_TIMEOUT = 24 * 3600
 INT32_MAX = 2**31 - 1
 
 NO_DEFAULTS: Mapping[str, float] = MappingProxyType({})
@@ -106,6 +108,7 @@ Prompts = Annotated[
         }
     ),
 ]
+TemplateOptions = Annotated[dict[str, Any], AfterValidator(_template_kwargs)]
 StopString = Annotated[str, Field(min_length=1, max_length=1024)]
 TokenId = Annotated[int, Field(ge=0, le=INT32_MAX)]
 Bias = Annotated[float, Field(ge=-100, le=100)]
@@ -113,29 +116,48 @@ Bias = Annotated[float, Field(ge=-100, le=100)]
 
 # Field -> values that change nothing; anything else is refused rather than silently dropped.
 UNSUPPORTED: dict[str, tuple[Any, ...]] = {
-    "response_format": ({"type": "text"},),
-    **dict.fromkeys(("regex", "ebnf", "json_schema", "structural_tag", "structured_outputs"), ()),
-    **dict.fromkeys(("guided_json", "guided_regex", "guided_choice", "guided_grammar"), ()),
-    **dict.fromkeys(("stop_regex", "custom_logit_processor", "logits_processors", "custom_params"), ()),
-    **dict.fromkeys(("prompt_logprobs", "prompt_embeds", "input_embeds", "lora_path", "cache_salt"), ()),
+    **dict.fromkeys(
+        ("structural_tag", "stop_regex", "custom_logit_processor", "logits_processors", "custom_params"), ()
+    ),
+    **dict.fromkeys(("prompt_embeds", "input_embeds", "lora_path"), ()),
     **dict.fromkeys(("truncate_prompt_tokens", "bad_words", "allowed_token_ids"), ([],)),
     "use_beam_search": (False,),
     "length_penalty": (1,),
 }
 
 
-class Schema(BaseModel):
-    """No conversions (a string is never a number), no NaN, unknown fields ignored."""
+class Schema(Strict):
+    """A body, or a part of one."""
 
-    model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
     unsupported: ClassVar[dict[str, tuple[Any, ...]]] = {}
+
+
+class SubmitFields(Schema):
+    """How the engine treats a request, whatever it says."""
+
+    priority: int = Field(
+        0, ge=-MAX_PRIORITY, le=MAX_PRIORITY, description="higher first, if the server ranks"
+    )
+    cache_salt: str | None = Field(
+        None,
+        min_length=1,
+        max_length=MAX_CACHE_SALT,
+        description="cached prefixes are shared only among requests with the same salt",
+    )
+    timeout: float | None = Field(
+        None, gt=0, le=MAX_TIMEOUT, description="seconds after which the request ends with what it has"
+    )
+
+    def submit_options(self) -> dict[str, Any]:
+        """Keyword arguments of FrontDoor.submit."""
+        return {"priority": self.priority, "cache_salt": self.cache_salt, "timeout": self.timeout}
 
 
 class StreamOptions(Schema):
     include_usage: bool = Field(False, description="send a last chunk with the token counts")
 
 
-class SamplingFields(Schema):
+class SamplingFields(Schema, GrammarFields):
     """What every way to ask for a completion spells the same."""
 
     n: int = Field(1, ge=1, le=MAX_N, description="completions per prompt; each has its own random stream")
@@ -161,7 +183,8 @@ class SamplingFields(Schema):
         same += ("repetition_penalty", "logit_bias", "ignore_eos", "skip_special_tokens")
         fields = {name: getattr(self, name) for name in same}
         fields |= {name: value for name, value in defaults.items() if name not in self.model_fields_set}
-        return fields | {"stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)}
+        stops = {"stop": tuple(self.stop), "stop_token_ids": tuple(self.stop_token_ids)}
+        return fields | stops | {"grammar": self.grammar()}
 
 
 def seed_of(seed: int | None, choice: int) -> int | None:
@@ -169,7 +192,7 @@ def seed_of(seed: int | None, choice: int) -> int | None:
     return None if seed is None else (seed + choice + 2**63) % 2**64 - 2**63
 
 
-class GenerationRequest(SamplingFields):
+class GenerationRequest(SamplingFields, SubmitFields):
     """The fields that both endpoints share."""
 
     model: str = Field("", description="the served model's name; empty: the only one there is")
@@ -183,6 +206,9 @@ class GenerationRequest(SamplingFields):
     include_stop_str_in_output: bool = False
     min_tokens: int = Field(0, ge=0, le=INT32_MAX)
     return_token_ids: bool = Field(False, description="add the generated token_ids to each choice")
+    prompt_logprobs: int | None = Field(
+        None, ge=0, le=MAX_TOP_LOGPROBS, description="vLLM's: most likely tokens per token of the prompt"
+    )
     user: Any = Field(None, description="ignored")
 
     @property
@@ -206,12 +232,15 @@ class GenerationRequest(SamplingFields):
             )
         if self.stream_options is not None and not self.stream:
             raise RequestError("stream_options needs stream to be true", param="stream_options")
+        if self.prompt_logprobs is not None and self.stream:
+            raise RequestError("prompt_logprobs needs stream to be false", param="prompt_logprobs")
         return SamplingParams(
-            max_tokens=limit,
+            max_tokens=limit if limit is None else max(limit, 1),
             min_tokens=self.min_tokens,
             seed=seed_of(self.seed, choice),
             include_stop_str_in_output=self.include_stop_str_in_output or self.no_stop_trim,
             logprobs=self._logprobs(),
+            prompt_logprobs=self._prompt_logprobs(),
             **self.shared_params(defaults),
         )
 
@@ -227,6 +256,9 @@ class GenerationRequest(SamplingFields):
     def _logprobs(self) -> int | None:
         raise NotImplementedError
 
+    def _prompt_logprobs(self) -> int | None:
+        return self.prompt_logprobs
+
 
 class CompletionRequest(GenerationRequest):
     """The body of POST /v1/completions."""
@@ -240,76 +272,89 @@ class CompletionRequest(GenerationRequest):
     }
 
     prompt: Prompts = Field(description="one prompt or several, as text or token ids")
-    echo: bool = Field(False, description="begin the text with the prompt; not together with logprobs")
+    max_tokens: int | None = Field(
+        None, ge=0, le=INT32_MAX, description="tokens to generate at most; 0 only with echo"
+    )
+    echo: bool = Field(
+        False, description="begin the text with the prompt, and logprobs with those of its tokens"
+    )
     logprobs: int | None = Field(
         None, ge=0, le=MAX_TOP_LOGPROBS, description="most likely tokens to report per token"
     )
     best_of: int | None = Field(None, description="only n itself is supported")
 
+    @property
+    def echoes_logprobs(self) -> bool:
+        return self.echo and self.logprobs is not None
+
     def _max_tokens(self) -> int | None:
         limit = super()._max_tokens()
+        if limit == 0 and not self.echo:
+            raise RequestError("max_tokens is 0; that needs echo to be true", param="max_tokens")
         return SamplingParams.max_tokens if limit is None else limit
 
     def _logprobs(self) -> int | None:
-        if self.echo and self.logprobs is not None:
-            raise RequestError(
-                "echo together with logprobs is not supported: prompt tokens have no logprobs here",
-                param="logprobs",
-            )
         if self.best_of not in (None, self.n):
             raise RequestError(f"best_of is {self.best_of}; only n ({self.n}) is supported", param="best_of")
         return self.logprobs
 
+    def _prompt_logprobs(self) -> int | None:
+        wanted = [self.prompt_logprobs, self.logprobs if self.echo else None]
+        return max((count for count in wanted if count is not None), default=None)
 
-class Message(Schema):
-    """One turn of a conversation. ``developer`` is rendered as ``system``."""
 
-    role: Literal["system", "developer", "user", "assistant", "tool"]
-    content: Content = Field(
-        description="a string or a list of parts; images only as data URLs, and only if the model takes them"
-    )
-    name: str | None = Field(None, max_length=256)
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Conversation:
+    """What a chat template is given.
 
-    @model_validator(mode="before")
-    @classmethod
-    def _no_tool_calls(cls, value: Any) -> Any:
-        if isinstance(value, dict) and (value.get("tool_calls") or value.get("function_call")):
-            raise ValueError("tool calls are not supported by this server")
-        return value
+    Attributes:
+      tools: of the request; empty if it wants no calls.
+      options: variables of the template.
+      add_generation_prompt: None: unless the last message is continued.
+    """
 
-    def for_template(self) -> dict[str, Any]:
-        role = "system" if self.role == "developer" else self.role
-        content = for_template(self.content)
-        return {"role": role, "content": content} | ({"name": self.name} if self.name else {})
+    messages: Sequence[Message]
+    tools: Sequence[Tool] = ()
+    tool_choice: str | NamedTool | None = None
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool = False
+
+
+ReasoningEffort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
 
 
 class ChatCompletionRequest(GenerationRequest):
     """The body of POST /v1/chat/completions."""
 
     unsupported = UNSUPPORTED | {
-        "tools": ([],),
-        "tool_choice": ("none", "auto"),
         "functions": ([],),
         "function_call": ("none", "auto"),
         "audio": (),
         "modalities": (["text"],),
         "web_search_options": (),
-        "reasoning_effort": (),
         "verbosity": (),
         "best_of": (1,),
         "echo": (False,),
         "prompt": (),
         "chat_template": (),
         "documents": ([],),
-        "add_generation_prompt": (True,),
-        "continue_final_message": (False,),
         "add_special_tokens": (False,),
     }
 
     messages: list[Message] = Field(min_length=1, max_length=MAX_MESSAGES)
+    tools: Tools = Field([], description="functions that the model may call")
+    tool_choice: ToolChoice | None = Field(None, description="auto if there are tools")
+    parallel_tool_calls: bool = Field(True, description="false: at most one call per answer")
+    reasoning_effort: ReasoningEffort | None = Field(None, description="for chat templates that read it")
+    separate_reasoning: bool = Field(True, description="false: the reasoning stays in the content")
+    add_generation_prompt: bool | None = Field(
+        None, description="end the prompt with the opening of the assistant's turn (default: true)"
+    )
+    continue_final_message: bool = Field(False, description="go on with the last message, the assistant's")
     logprobs: bool = False
     top_logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS, description="needs logprobs")
-    chat_template_kwargs: Annotated[dict[str, Any], AfterValidator(_template_kwargs)] = Field(
+    chat_template_kwargs: TemplateOptions = Field(
         {}, max_length=MAX_TEMPLATE_KWARGS, description="variables of the chat template, for those it allows"
     )
 
@@ -321,6 +366,17 @@ class ChatCompletionRequest(GenerationRequest):
             for j, part in enumerate(message.content)
             if isinstance(part, Picture)
         ]
+
+    def conversation(self) -> Conversation:
+        effort = {} if self.reasoning_effort is None else {"reasoning_effort": self.reasoning_effort}
+        return Conversation(
+            messages=self.messages,
+            tools=self.tools,
+            tool_choice=self.tool_choice,
+            options=effort | self.chat_template_kwargs,
+            add_generation_prompt=self.add_generation_prompt,
+            continue_final_message=self.continue_final_message,
+        )
 
     def _logprobs(self) -> int | None:
         if self.top_logprobs is not None and not self.logprobs:

@@ -1,0 +1,127 @@
+"""Grammars (llguidance's Lark) that make a model call a tool, and that let it think before it obeys one."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+from hybridjax.errors import RequestError
+from hybridjax.serving.api import Grammar
+from hybridjax.text import reasoning, tool_calls
+from hybridjax.text.tool_readers import Tools, json_types
+
+# Keywords that the grammar's JSON does not know are let through instead of refused.
+_LENIENT = {"x-guidance": {"lenient": True}}
+_ANY_TEXT = "/(?s:.*)/"
+
+
+def tool_grammar(form: tool_calls.Format, tools: Tools, *, many: bool, opened: bool | None) -> Grammar:
+    """One call or more, and nothing else.
+
+    Args:
+      form: how calls look.
+      tools: that may be called, and the JSON schemas of their parameters.
+      many: allow more than one call.
+      opened: whether the reply begins within the reasoning, which then comes first; None: there is none.
+
+    Raises:
+      RequestError: a parameter's name cannot be written in this form.
+    """
+    build = {"hermes": _hermes, "qwen3_coder": _qwen3_coder, "json": _json}[form]
+    rules: list[str] = []
+    names = " | ".join(build(i, name, schema, rules) for i, (name, schema) in enumerate(tools.items()))
+    rules.append(f"call: {names}")
+    if form == "json":
+        rules.append('calls: "[" call (", " call)* "]"' if many else "calls: call")
+    else:
+        rules.append('calls: call ("\\n" call)*' if many else "calls: call")
+    return Grammar("lark", "\n".join([*_start("calls", opened), *rules]) + "\n")
+
+
+def behind_reasoning(grammar: Grammar, opened: bool | None) -> Grammar:
+    """What holds for the answer, with the reasoning before it free.
+
+    Raises:
+      RequestError: a grammar of this kind cannot stand behind something else.
+    """
+    if opened is None:
+        return grammar
+    match grammar.kind:
+        case "json_schema":
+            body = f"%json {grammar.source}"
+        case "json_object":
+            body = '%json {"type": "object"}'
+        case "regex":
+            body = f"/{_slashes_escaped(grammar.source)}/"
+        case kind:
+            raise RequestError(
+                f"{kind} grammars and reasoning do not go together here; turn the reasoning off "
+                "(chat_template_kwargs.enable_thinking) or use a JSON schema or a regular expression",
+                param=kind,
+            )
+    return Grammar("lark", "\n".join([*_start("answer", opened), f"answer: {body}"]) + "\n")
+
+
+def _start(body: str, opened: bool | None) -> list[str]:
+    if opened is None:
+        return [f"start: {body}"]
+    rules = [
+        f"start: reasoning GAP {body}" if opened else f"start: (OPEN reasoning GAP)? {body}",
+        f"reasoning[suffix={_text(reasoning.CLOSE)}]: {_ANY_TEXT}",
+        "GAP: /\\n{0,2}/",
+    ]
+    return rules if opened else [*rules, f"OPEN: {_text(reasoning.OPEN)}"]
+
+
+def _hermes(index: int, name: str, schema: Mapping[str, Any], rules: list[str]) -> str:
+    head = f'{tool_calls.OPEN}\n{{"name": {json.dumps(name)}, "arguments": '
+    rules.append(f"args{index}: {_schema({**schema, 'type': 'object'})}")
+    rules.append(f"call{index}: {_text(head)} args{index} {_text('}' + chr(10) + tool_calls.CLOSE)}")
+    return f"call{index}"
+
+
+def _json(index: int, name: str, schema: Mapping[str, Any], rules: list[str]) -> str:
+    heads = [_text(f'{{"name": {json.dumps(name)}, "{key}": ') for key in ("arguments", "parameters")]
+    rules.append(f"args{index}: {_schema({**schema, 'type': 'object'})}")
+    rules.append(f'call{index}: ({" | ".join(heads)}) args{index} "}}"')
+    return f"call{index}"
+
+
+def _qwen3_coder(index: int, name: str, schema: Mapping[str, Any], rules: list[str]) -> str:
+    """The parameters in the schema's order, those not required may be left out."""
+    parts = [_text(f"{tool_calls.OPEN}\n{tool_calls.FUNCTION}{name}>\n")]
+    required = schema.get("required")
+    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    for place, (key, value) in enumerate((schema.get("properties") or {}).items()):
+        if not key or key != key.strip() or ">" in key or "\n" in key:
+            raise RequestError(
+                f"tools has a parameter {key[:64]!r}, which XML calls cannot name", param="tools"
+            )
+        rule = f"p{index}_{place}"
+        if "string" in json_types(value):
+            rules.append(f"{rule}_value[suffix={_text(chr(10) + '</parameter>' + chr(10))}]: {_ANY_TEXT}")
+            end = ""
+        else:
+            rules.append(f"{rule}_value: {_schema({**definitions, **value})}")
+            end = " " + _text("\n</parameter>\n")
+        rules.append(f"{rule}: {_text(f'<parameter={key}>{chr(10)}')} {rule}_value{end}")
+        parts.append(rule if isinstance(required, list) and key in required else f"{rule}?")
+    parts.append(_text(f"</function>\n{tool_calls.CLOSE}"))
+    rules.append(f"call{index}: {' '.join(parts)}")
+    return f"call{index}"
+
+
+def _schema(schema: Mapping[str, Any]) -> str:
+    return f"%json {json.dumps({**schema, **_LENIENT})}"
+
+
+def _text(text: str) -> str:
+    return json.dumps(text, ensure_ascii=False)
+
+
+def _slashes_escaped(pattern: str) -> str:
+    """A slash would end the expression; one that is escaped already stays."""
+    escaped, out = False, []
+    for character in pattern:
+        out.append("\\/" if character == "/" and not escaped else "\\n" if character == "\n" else character)
+        escaped = character == "\\" and not escaped
+    return "".join(out)
