@@ -19,13 +19,20 @@ from tqdm import tqdm
 
 from hybridjax.batch import TILE, RecurrentCache
 from hybridjax.configs import EngineConfig
-from hybridjax.ops.dispatch import override
+from hybridjax.ops.dispatch import override, platform
 from hybridjax.ops.sampling import init_sampler_state, neutral_rows, reset_slot, seed_words
 from hybridjax.serving.api import MAX_LOGIT_BIAS
 from hybridjax.serving.decode_parts import DecodeParts
 from hybridjax.serving.image_features import ImageFeatures
 from hybridjax.serving.ngram_rows import NgramRows
-from hybridjax.serving.plan import DecodeRow, NotLaunchedError, PrefillPlan, PrefillRow, StepResult
+from hybridjax.serving.plan import (
+    DecodeRow,
+    NotLaunchedError,
+    PrefillPlan,
+    PrefillRow,
+    PromptScores,
+    StepResult,
+)
 from hybridjax.serving.programs import (
     STEPS,
     Bucket,
@@ -42,12 +49,16 @@ logger = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Launched:
-    """A step under way: its output on the device and how to read it."""
+    """A step under way: its output on the device and how to read it.
+
+    ``scored``: by column, a chunk's start, its first row in the step, and how many of its rows are scored.
+    """
 
     output: StepOutput
     rows: int
     num_steps: int
     wants_top: bool
+    scored: dict[int, tuple[int, int, int]] = dataclasses.field(default_factory=dict)
 
 
 class ModelRunner:
@@ -108,6 +119,7 @@ class ModelRunner:
         )
         self.prefill_sizes = tuple(sorted({b.rows for b in self._buckets if b.mode == "prefill"}))
         self._programs: dict[Bucket, Any] = {}
+        self.compiler_options = decode_compiler_options()
         # A launch that compiles may take minutes; the watchdog must know.
         self.is_compiling = False
         self._reset = jax.jit(reset_slot, donate_argnums=0)
@@ -165,7 +177,10 @@ class ModelRunner:
         wants_top = any(row.request.wants_top_logprobs for row in plan.rows)
         output.tokens.copy_to_host_async()
         output.logprobs.copy_to_host_async()
-        return Launched(output, len(plan.rows), plan.num_steps, wants_top)
+        scored = _scored(plan) if isinstance(plan, PrefillPlan) else {}
+        for array in jax.tree.leaves(output.prompt) if scored else ():
+            array.copy_to_host_async()
+        return Launched(output, len(plan.rows), plan.num_steps, wants_top, scored)
 
     def read(self, handle: Launched) -> StepResult:
         """Blocks until the step is done; see plan.Runner."""
@@ -173,7 +188,14 @@ class ModelRunner:
         top = (None, None)
         if handle.wants_top:
             top = np.asarray(out.top_ids)[pick], np.asarray(out.top_logprobs)[pick]
-        return StepResult(np.asarray(out.tokens)[pick], np.asarray(out.logprobs)[pick], *top)
+        scores = {}
+        if handle.scored:
+            prompt = out.prompt
+            assert prompt is not None
+            whole = [np.asarray(x) for x in (prompt.sampled, prompt.top_ids, prompt.top_logprobs)]
+            for column, (start, begin, count) in handle.scored.items():
+                scores[column] = PromptScores(start, *(x[begin : begin + count].copy() for x in whole))
+        return StepResult(np.asarray(out.tokens)[pick], np.asarray(out.logprobs)[pick], *top, scores)
 
     def recover(self) -> bool:
         """Makes new, empty state after a failed step; see plan.Runner."""
@@ -226,6 +248,7 @@ class ModelRunner:
         _fill_sampling(fields, plan.rows)
         fields["positions"][:] = -1
         fields["tile_sequence"][sum(tiles) :] = bucket.rows - 1
+        fields["targets"][:] = -1
         first, begins = 0, []
         for i, (row, count) in enumerate(zip(plan.rows, tiles)):
             begins.append(first * TILE)
@@ -240,6 +263,10 @@ class ModelRunner:
             for position, slot in row.snapshots:
                 fields["snapshot_slot"][first + (position - row.start) // TILE - 1] = slot
             _fill_pages(fields, i, row.request, -(-row.end // self.page_size))
+            if row.wants_scores:
+                following = row.request.prompt_ids[row.start + 1 : row.end + 1]
+                fields["targets"][begin : begin + len(following)] = following
+                fields["scored_tiles"][...] = first + count
             first += count
         chunks = list(zip(plan.rows, begins))
         features = self._images.fill(fields, chunks) if self._images is not None else None
@@ -279,10 +306,12 @@ class ModelRunner:
 
         with override(self.config.implementation):
             if bucket.mode == "decode" and self._parts is not None and self._ngrams is not None:
-                program = self._parts.compile(bucket, parameters, state, self._ngrams.shapes(bucket.rows))
+                rows = self._ngrams.shapes(bucket.rows)
+                program = self._parts.compile(bucket, parameters, state, rows, self.compiler_options)
             else:
                 step = jax.jit(run, donate_argnums=1)
-                program = step.lower(parameters, state, buffer, self._extras(bucket)).compile()
+                lowered = step.lower(parameters, state, buffer, self._extras(bucket))
+                program = lowered.compile(self.compiler_options if bucket.mode == "decode" else None)
         self._programs[bucket] = program
         return program
 
@@ -313,6 +342,13 @@ class ModelRunner:
         logger.info("compiled after %.1f s", time.monotonic() - start)
 
 
+def decode_compiler_options() -> dict[str, Any] | None:
+    """Options of the decode programs' compilation, for the platform they will run on."""
+    # XLA would record the kernels as CUDA graphs. Arrays lie elsewhere from step to step,
+    # and updating a graph's addresses takes the host longer than launching its kernels.
+    return {"xla_gpu_enable_command_buffer": ""} if platform() == "gpu" else None
+
+
 def enable_compilation_cache(directory: str | None) -> None:
     """Keeps compiled programs between starts; None: ~/.cache/hybridjax, '': nowhere."""
     if directory == "":
@@ -325,6 +361,16 @@ def enable_compilation_cache(directory: str | None) -> None:
 
 def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
+
+
+def _scored(plan: PrefillPlan) -> dict[int, tuple[int, int, int]]:
+    """See Launched.scored; the prompt's last token predicts none of its own."""
+    found, first = {}, 0
+    for column, row in enumerate(plan.rows):
+        if row.wants_scores:
+            found[column] = row.start, first * TILE, row.end - row.start - row.is_last
+        first += row.tiles
+    return found
 
 
 def _fill_pages(fields: dict[str, np.ndarray], row: int, request: Request, count: int) -> None:
