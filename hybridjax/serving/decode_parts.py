@@ -74,16 +74,8 @@ class DecodeParts:
             for i, (start, stop) in enumerate(ranges)
         )
 
-    def compile(
-        self,
-        bucket: Bucket,
-        parameters: Sequence[Any],
-        state: DeviceState,
-        rows: Any,
-        options: dict[str, Any] | None,
-    ) -> tuple:
-        """The programs of a bucket, from the shapes of its inputs and the compiler's options; ``rows`` are
-        the shapes of the n-gram rows."""
+    def compile(self, bucket: Bucket, parameters: Sequence[Any], state: DeviceState, rows: Any) -> tuple:
+        """The programs of a bucket, from the shapes of its inputs; ``rows`` are those of the n-grams."""
         buffer = jax.ShapeDtypeStruct((bucket.layout.size,), jnp.int32)
         streams, extras, programs = None, Extras(), []
         for part in self.parts:
@@ -92,7 +84,7 @@ class DecodeParts:
             lowered = run.lower(*inputs)
             streams, extras = lowered.out_info[0], Extras(ngram_rows=rows)
             streams = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype), streams)
-            programs.append(lowered.compile(options))
+            programs.append(lowered.compile())
         return tuple(programs)
 
     def launch(

@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from hybridjax.batch import TILE, RecurrentCache
 from hybridjax.configs import EngineConfig
-from hybridjax.ops.dispatch import override, platform
+from hybridjax.ops.dispatch import override
 from hybridjax.ops.sampling import init_sampler_state, neutral_rows, reset_slot, seed_words
 from hybridjax.serving.api import MAX_LOGIT_BIAS
 from hybridjax.serving.decode_parts import DecodeParts
@@ -119,7 +119,6 @@ class ModelRunner:
         )
         self.prefill_sizes = tuple(sorted({b.rows for b in self._buckets if b.mode == "prefill"}))
         self._programs: dict[Bucket, Any] = {}
-        self.compiler_options = decode_compiler_options()
         # A launch that compiles may take minutes; the watchdog must know.
         self.is_compiling = False
         self._reset = jax.jit(reset_slot, donate_argnums=0)
@@ -307,11 +306,10 @@ class ModelRunner:
         with override(self.config.implementation):
             if bucket.mode == "decode" and self._parts is not None and self._ngrams is not None:
                 rows = self._ngrams.shapes(bucket.rows)
-                program = self._parts.compile(bucket, parameters, state, rows, self.compiler_options)
+                program = self._parts.compile(bucket, parameters, state, rows)
             else:
                 step = jax.jit(run, donate_argnums=1)
-                lowered = step.lower(parameters, state, buffer, self._extras(bucket))
-                program = lowered.compile(self.compiler_options if bucket.mode == "decode" else None)
+                program = step.lower(parameters, state, buffer, self._extras(bucket)).compile()
         self._programs[bucket] = program
         return program
 
@@ -340,13 +338,6 @@ class ModelRunner:
             # An interrupt or an error waits for the programs being compiled, not for all that are queued.
             pool.shutdown(cancel_futures=True)
         logger.info("compiled after %.1f s", time.monotonic() - start)
-
-
-def decode_compiler_options() -> dict[str, Any] | None:
-    """Options of the decode programs' compilation, for the platform they will run on."""
-    # XLA would record the kernels as CUDA graphs. Arrays lie elsewhere from step to step,
-    # and updating a graph's addresses takes the host longer than launching its kernels.
-    return {"xla_gpu_enable_command_buffer": ""} if platform() == "gpu" else None
 
 
 def enable_compilation_cache(directory: str | None) -> None:
