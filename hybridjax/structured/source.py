@@ -1,4 +1,4 @@
-"""From a grammar as clients write it to the one that llguidance compiles, checked as far as the text shows."""
+"""From a grammar as clients write it to llguidance's own, checked as far as the text shows."""
 
 import json
 from typing import Any

@@ -27,6 +27,7 @@ from hybridjax.serving.api import (
     SamplingParams,
 )
 from hybridjax.serving.http.content import Picture
+from hybridjax.serving.http.grammars import GrammarFields
 from hybridjax.serving.http.messages import Message, NamedTool, Strict, Tool, ToolChoice, Tools
 
 MAX_N = 8
