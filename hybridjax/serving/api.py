@@ -218,6 +218,8 @@ class EngineInfo:
     Attributes:
       sampling_defaults: values that the checkpoint recommends for fields of SamplingParams.
       images: None if the model takes none.
+      bytes_per_token, bytes_per_request: device memory per token in the K/V pages, and per running request
+        or kept snapshot besides; 0: unknown.
     """
 
     model_name: str
@@ -228,6 +230,8 @@ class EngineInfo:
     max_total_tokens: int
     sampling_defaults: Mapping[str, float] = dataclasses.field(default_factory=dict)
     images: ImageSupport | None = None
+    bytes_per_token: float = 0.0
+    bytes_per_request: int = 0
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

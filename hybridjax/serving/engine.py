@@ -122,6 +122,7 @@ class Engine:
         running = min(running, config.max_running_requests or running)
         capacity = (runner.num_pages - 1) * runner.page_size
         context = min(runner.context_length, capacity)
+        sizes = getattr(runner, "sizes", None)
         self.config = config
         self.tokenizer = tokenizer
         self._limits = Limits(context, runner.vocab_size, eos_tokens)
@@ -134,6 +135,8 @@ class Engine:
             max_total_tokens=capacity,
             sampling_defaults=sampling_defaults or {},
             images=image_inputs and image_inputs.support,
+            bytes_per_token=getattr(sizes, "bytes_per_token", 0.0),
+            bytes_per_request=getattr(sizes, "bytes_per_request", 0),
         )
         self._image_inputs = image_inputs
         self._grammars = Grammars(tokenizer, runner.vocab_size, eos_tokens)
@@ -408,6 +411,7 @@ def _load(config: EngineConfig) -> dict[str, Any]:
     eos_tokens = model.config.eos_token_id if named is None else named
     grammars = grammars_available(tokenizer, architecture.vocab_size, eos_tokens)
     sizes = pool_sizes(config, model)
+    log.info("%s", sizes.summary)
     runner = ModelRunner(model, config, sizes, vocab_limit=vocab_limit, grammars=grammars)
     image_inputs = None
     if hasattr(architecture, "vision_config"):

@@ -41,6 +41,16 @@ class PoolSizes:
     def max_total_tokens(self) -> int:
         return (self.num_pages - 1) * self.page_size
 
+    @property
+    def summary(self) -> str:
+        """What the memory is for, in a line."""
+        snapshots = self.num_slots - 1 - self.max_running_requests
+        return (
+            f"state: {self.max_total_tokens} tokens in K/V pages, {self.bytes_per_token / 2**10:.1f} KiB per "
+            f"token; {self.max_running_requests} running requests and {snapshots} snapshots, "
+            f"{self.bytes_per_request / 2**20:.2f} MiB each; context of {self.context_length} tokens"
+        )
+
 
 def free_state_bytes(config: EngineConfig) -> int:
     """Bytes that state pools may take: the static share of the device less what is in use."""

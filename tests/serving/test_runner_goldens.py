@@ -15,8 +15,10 @@ from safetensors.numpy import load_file
 
 import hybridjax
 from hybridjax.configs import EngineConfig
+from hybridjax.errors import RequestError
 from hybridjax.serving import Engine, SamplingParams
 from hybridjax.serving.programs import DeviceState
+from hybridjax.serving.request import Limits, make_request
 from hybridjax.serving.runner import ModelRunner
 from hybridjax.serving.sizing import pool_sizes
 
@@ -81,6 +83,44 @@ def test_every_chunk_size_gives_the_golden_logits_states_and_tokens(name, chunk)
         result = engine.generate(want["input_ids"][:start].tolist(), params)[0]
         assert list(result.token_ids) == facts["greedy"]
         engine.check_integrity()
+
+
+@pytest.mark.parametrize("chunk", [64, 320])
+def test_prompt_log_probabilities_are_the_golden_ones_at_every_position(chunk):
+    want, _ = golden("sparse")
+    engine, runner = make_engine("sparse", chunked_prefill_size=chunk, max_running_requests=2)
+    with engine:
+        prompt = whole_prompt(want, runner)
+        events, done = [], threading.Event()
+
+        def on_output(event):
+            events.append(event)
+            if event.finish_reason:
+                done.set()
+
+        params = SamplingParams(max_tokens=2, prompt_logprobs=5, **GREEDY)
+        for _ in range(2):  # the second time its prefix is cached, and not used
+            events.clear()
+            done.clear()
+            engine.submit(prompt, params, on_output)
+            assert done.wait(120)
+            found = next(e.prompt_logprobs for e in events if e.prompt_logprobs is not None)
+            logits = want["logits"][: len(prompt)].astype(np.float64)
+            exact = logits - logits.max(axis=-1, keepdims=True)
+            exact -= np.log(np.exp(exact).sum(axis=-1, keepdims=True))
+            assert found[0] is None
+            for i, item in enumerate(found[1:]):
+                assert item.token_id == prompt[i + 1]
+                assert item.logprob == pytest.approx(exact[i, item.token_id], abs=2e-4)
+                best = np.argsort(-exact[i], kind="stable")[:5]
+                assert [v for _, v in item.top] == pytest.approx(exact[i, best].tolist(), abs=2e-4)
+
+
+def test_too_many_prompt_log_probabilities_are_refused():
+    limits = Limits(context_length=10**6, vocab_size=97)
+    make_request("a", np.zeros(2**19 // 21, int), SamplingParams(prompt_logprobs=20), limits, seed=0)
+    with pytest.raises(RequestError, match="prompt_logprobs is 20 for a prompt of 24967 tokens"):
+        make_request("a", np.zeros(24967, int), SamplingParams(prompt_logprobs=20), limits, seed=0)
 
 
 @pytest.fixture(scope="module", params=["sparse", "sparse_wide"])
