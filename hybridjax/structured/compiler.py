@@ -15,6 +15,7 @@ from hybridjax.errors import HybridJaxError, RequestError
 from hybridjax.structured.matcher import EndTokens, Matcher, short
 from hybridjax.structured.sandbox import Sandbox, SandboxError
 from hybridjax.structured.source import to_llguidance
+from hybridjax.structured.tokens import without_special_texts
 
 logger = logging.getLogger(__name__)
 
@@ -96,8 +97,8 @@ class GrammarCompiler:
         if not self._eos:
             raise HybridJaxError("grammars need an end token, which this model has not")
         self._setup = {
-            "tokenizer": tokenizer.serialized(),
-            "vocab": known,
+            "tokenizer": without_special_texts(tokenizer.serialized()),
+            "vocab": tokenizer.id_limit,  # llguidance refuses fewer than there are
             "eos": list(self._eos),
             "limits": self.limits.parser(),
             "memory": self.limits.memory,

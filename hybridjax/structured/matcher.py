@@ -115,6 +115,8 @@ class Matcher:
         size = min(len(mask), words.nbytes)
         words.view(np.uint8)[:size] = np.frombuffer(mask, np.uint8, size)
         words &= ~self._model_bits
+        if self._vocab % 32:
+            words[-1] &= np.uint32((1 << self._vocab % 32) - 1)
         if accepting:
             reluctant = self._model_bits if self._ends.last else np.zeros_like(words)
             if self._count < self._ends.min_tokens:

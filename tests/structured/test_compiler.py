@@ -1,0 +1,274 @@
+"""Grammars before their requests are accepted: what is refused, what it costs, and what is kept."""
+
+import concurrent.futures
+import json
+import os
+import re
+import signal
+import time
+
+import pytest
+from grammar_walks import EOS, accepts, allowed, walk
+
+from hybridjax.errors import HybridJaxError, QueueFullError, RequestError
+from hybridjax.structured import GrammarCompiler, GrammarLimits
+
+
+def chain(count: int, rule: str, last: str) -> str:
+    rules = [f"r{i}: {rule.format(f'r{i + 1}')}" for i in range(count)]
+    return "\n".join(["start: r0", *rules, f"r{count}: {last}"])
+
+
+def nested(depth: int) -> str:
+    return '{"items":' * depth + "{}" + "}" * depth
+
+
+WRONG = [
+    ("json_schema", "{", "not JSON"),
+    ("json_schema", "[1]", "an object, true or false"),
+    ("json_schema", "false", "nothing can match"),
+    ("json_schema", '{"type": 7}', "type must be"),
+    ("json_schema", '{"type": "object", "not": {}}', "not"),
+    ("json_schema", '{"type": "integer", "minimum": 5, "maximum": 3}', "Unsatisfiable"),
+    ("json_schema", '{"const": "\\ud800"}', ""),
+    ("json_schema", '{"$ref": "#"}', "nothing can match"),
+    ("json_schema", '{"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/a"}}}', ""),
+    ("json_schema", '{"$ref": "#/nowhere"}', ""),
+    ("json_schema", '{"$ref": "http://127.0.0.1:9/x.json"}', "does not fetch"),
+    ("json_schema", '{"$ref": "file:///etc/passwd"}', "does not fetch"),
+    ("json_schema", nested(100), "64 levels"),
+    ("json_schema", nested(20_000), "bytes"),
+    ("json_schema", "[" * 30_000, ""),
+    ("json_schema", json.dumps({"enum": [f"value {i}" for i in range(10_000)]}), "65536"),
+    ("regex", "", "empty"),
+    ("regex", "(a", "unclosed group"),
+    ("regex", r"(a)\1", "backreferences"),
+    ("regex", "(?=a)b", "look-ahead"),
+    ("regex", "\ud800", "lone surrogate"),
+    ("regex", "[^\\x00-\\U0010FFFF]", "nothing can match"),
+    ("regex", "((a{100}){100}){100}", "too complex"),
+    ("regex", "(" * 5000 + "a" + ")" * 5000, "nested"),
+    ("regex", "a" * 70_000, "at most 65536"),
+    ("regex", "(a|b|c)?" * 5000, ""),
+    ("ebnf", 'root ::= "a', "line 1"),
+    ("ebnf", "", "empty"),
+    ("lark", "start: a", ""),
+    ("lark", "start: a\na: b\nb: a", "nothing can match"),
+    ("lark", 'start: A\nA: B "a"\nB: A', "circular"),
+    ("lark", "start: " + "(" * 3000 + '"a"' + ")" * 3000, "nested"),
+    ("lark", chain(30, "{0} {0}", '"a"'), "too complex"),
+    ("lark", 'start: ("a" "b"){1000000}', "too complex"),
+    ("lark", "%import .etc.passwd\nstart: INT", "Unknown"),
+    ("lark", "start: a b\na[lazy]: /.*/\nb: /x/", ""),
+    ("no_such_kind", "a", "unknown kind"),
+]
+
+
+@pytest.mark.parametrize(("kind", "source", "problem"), WRONG, ids=[repr(row[:2])[:50] for row in WRONG])
+def test_what_is_wrong_with_a_grammar_is_told(compiler, kind, source, problem):
+    with pytest.raises(RequestError) as error:
+        compiler.matcher(kind, source, "the_field")
+    assert error.value.param == "the_field"
+    assert str(error.value).startswith("the_field: ")
+    assert problem in str(error.value)
+    assert len(str(error.value)) < 600
+
+
+# Each of these hangs, takes gigabytes, or overflows a thread's stack if llguidance is let at it as it is.
+HOSTILE = [
+    ("regex", "a?" * 30_000 + "a" * 1000),
+    ("regex", r"\p{L}*\w?" * 5000),
+    ("lark", "start: A\nA: " + " & ".join(f"/.*a.{{{i}}}.*/" for i in range(1, 100))),
+    ("lark", "start: A\nA: ~/.*a.{100}.*/ & ~/.*b.{90}.*/ & ~/.*c.{80}/ & /.{200}/"),
+]
+
+
+@pytest.fixture(scope="module")
+def hasty(tokenizer):
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, EOS, GrammarLimits(seconds=1))
+    compiler.warm()
+    yield compiler
+    compiler.close()
+
+
+@pytest.mark.parametrize(("kind", "source"), HOSTILE, ids=[row[1][:30] for row in HOSTILE])
+def test_a_grammar_that_hangs_the_compiler_is_refused(hasty, kind, source):
+    with pytest.raises(RequestError, match="too complex") as error:
+        hasty.matcher(kind, source, "regex")
+    assert error.value.param == "regex"
+    assert allowed(hasty.matcher("regex", "[ab]"))
+
+
+REFERENCES = {i: {"$ref": f"#/$defs/{i + 1}"} for i in range(1900)} | {1900: {"const": 1}}
+
+
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        # 8 MiB of stack are not enough for these.
+        ("lark", chain(4000, "{}", '"a"')),
+        ("json_schema", json.dumps({"$ref": "#/$defs/0", "$defs": REFERENCES})),
+    ],
+    ids=["rules", "references"],
+)
+def test_long_chains_need_a_deep_stack(compiler, kind, source):
+    assert walk(compiler.matcher(kind, source), 0)[1]
+
+
+def test_a_process_that_has_died_is_replaced(hasty):
+    hasty.warm()
+    for _ in range(3):
+        before = hasty._sandbox._process.pid
+        os.kill(before, signal.SIGKILL)
+        hasty._sandbox._process.wait()
+        hasty._cache.clear()
+        assert allowed(hasty.matcher("regex", "[ab]"))
+        assert hasty._sandbox._process.pid != before
+
+
+def test_a_process_that_dies_over_a_grammar_refuses_it(hasty):
+    hasty.warm()
+    process = hasty._sandbox._process
+    os.kill(process.pid, signal.SIGSTOP)
+    start = time.monotonic()
+    with pytest.raises(RequestError, match="too complex"):
+        hasty.matcher("regex", "never tried")
+    assert time.monotonic() - start < 60
+    assert process.poll() is not None
+    assert allowed(hasty.matcher("regex", "tried"))
+
+
+def test_waiting_for_others_ends_with_a_full_queue(tokenizer):
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, EOS, GrammarLimits(seconds=1))
+    with compiler._sandbox._lock, pytest.raises(QueueFullError):
+        compiler.matcher("regex", "a")
+    compiler.close()
+    with pytest.raises(HybridJaxError, match="shut down"):
+        compiler.matcher("regex", "a")
+
+
+def test_the_cache_is_bounded_by_count_and_bytes(tokenizer):
+    limits = GrammarLimits(cached_grammars=3, cached_bytes=8000)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, EOS, limits)
+    built = []
+    build = compiler._build
+    compiler._build = lambda grammar: built.append(grammar) or build(grammar)
+    try:
+        for source in ("a", "b", "c", "a", "d", "a", "b"):  # b is the first to go
+            compiler.matcher("regex", source)
+        assert len(built) == 5 and compiler.cached == 3
+        compiler.matcher("lark", 'start: "a"')  # the kind is part of the key
+        assert len(built) == 6
+        compiler.matcher("regex", "x" * 6000)
+        assert compiler.cached == 1
+        compiler.matcher("regex", "x" * 7500)
+        assert compiler.cached == 0 and compiler._cached_bytes == 0
+        with pytest.raises(RequestError):
+            compiler.matcher("regex", "(")
+        assert compiler.cached == 0 and not compiler._in_progress
+    finally:
+        compiler.close()
+
+
+def test_equal_grammars_are_compiled_once_though_asked_for_together(tokenizer):
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, EOS)
+    built = []
+    build = compiler._build
+
+    def slowly(grammar):
+        built.append(grammar)
+        time.sleep(0.2)
+        return build(grammar)
+
+    compiler._build = slowly
+    try:
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            good = [pool.submit(compiler.matcher, "regex", "[ab]{3}") for _ in range(8)]
+            assert all(len(walk(job.result(), i)[0]) <= 3 for i, job in enumerate(good))
+            assert len(built) == 1
+            bad = [pool.submit(compiler.matcher, "regex", "[ab", f"field{i}") for i in range(8)]
+            for i, job in enumerate(bad):
+                error = job.exception()
+                assert isinstance(error, RequestError) and error.param == f"field{i}"
+                assert str(error).startswith(f"field{i}: ")
+    finally:
+        compiler.close()
+
+
+SCHEMAS = [
+    {"properties": {"a": {"type": "integer"}}, "required": ["a"], "additionalProperties": False},
+    {"enum": ["x", 'with "quotes"', 3, None]},
+    {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
+    {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 3}]},
+]
+
+
+@pytest.mark.parametrize("schema", SCHEMAS, ids=str)
+def test_whatever_follows_the_masks_matches(compiler, tokenizer, schema):
+    for seed in range(5):
+        tokens, ended = walk(compiler.matcher("json_schema", json.dumps(schema)), seed)
+        if ended:
+            value = json.loads(b"".join(map(tokenizer.token_bytes, tokens)))
+            assert value in schema.get("enum", [value])
+            assert not isinstance(value, dict) or (set(value) == {"a"} and type(value["a"]) is int)
+
+
+@pytest.mark.parametrize(
+    "regex", ["[a-f0-9]{4}(-[a-f0-9]{2}){1,2}", "(yes|no|maybe)!?", r"\d{1,3}(\.\d+)?é*"]
+)
+def test_whatever_follows_the_masks_of_a_regular_expression_matches(compiler, tokenizer, regex):
+    ends = 0
+    for seed in range(10):
+        tokens, ended = walk(compiler.matcher("regex", regex), seed)
+        text = b"".join(map(tokenizer.token_bytes, tokens)).decode()
+        ends += ended
+        assert not ended or re.fullmatch(regex, text)
+    assert ends
+
+
+def test_any_object_and_bounded_white_space(compiler, tokenizer):
+    for text, fits in (
+        ('{"a": [1, "x", null, {}]}', True),
+        ("{\n" + 60 * " " + '"a": 1}', True),
+        ("{\n" + 90 * " " + '"a": 1}', False),
+        ("[]", False),
+        ("{} ", False),
+    ):
+        assert accepts(compiler.matcher("json_object", ""), text, tokenizer) == fits, text
+    assert accepts(compiler.matcher("json_schema", "true"), "[1]", tokenizer)
+
+
+def test_special_tokens_are_no_text(compiler, tokenizer):
+    matcher = compiler.matcher("regex", "(.|\n){5,10}")
+    assert len(allowed(matcher)) > 1500
+    assert not set(allowed(matcher)) & tokenizer.special_ids
+    literal = compiler.matcher("lark", 'start: "</s><|im_end|>"')
+    tokens, ended = walk(literal, 0)
+    assert ended and not set(tokens) & tokenizer.special_ids
+    assert b"".join(map(tokenizer.token_bytes, tokens)) == b"</s><|im_end|>"
+
+
+def test_a_model_with_fewer_tokens_than_its_tokenizer(tokenizer):
+    compiler = GrammarCompiler(tokenizer, 1001, EOS)
+    try:
+        matcher = compiler.matcher("regex", "(.|\n)*")
+        assert matcher.mask().shape == (32,)
+        assert max(allowed(matcher)) < 1001
+    finally:
+        compiler.close()
+
+
+def test_a_model_with_more_tokens_than_its_tokenizer(tokenizer):
+    compiler = GrammarCompiler(tokenizer, 5000, EOS)
+    try:
+        matcher = compiler.matcher("regex", "(.|\n)*")
+        assert matcher.mask().shape == (157,)
+        assert max(allowed(matcher)) < tokenizer.id_limit
+    finally:
+        compiler.close()
+
+
+def test_no_end_token_no_grammars(tokenizer):
+    with pytest.raises(HybridJaxError, match="end token"):
+        GrammarCompiler(tokenizer, 2048, (5000,))
+    assert not GrammarCompiler.supports(object())
