@@ -107,10 +107,12 @@ class _Live:
     held: str = ""
 
     def step(self) -> RequestOutput:
-        """The next token as an event; the scripted exception as the event "error"."""
+        """The next token as an event; a scripted exception or "timeout" as such an event."""
         token = next(self.tokens)
         if isinstance(token, Exception):
             return self._event(finish_reason="error", error=str(token))
+        if token == "timeout":
+            return self._event(finish_reason="timeout")
         self.generated += 1
         stopped = token == EOS or token in self.params.stop_token_ids
         self.held += "" if stopped else self.decoder.decode(bytes([token]))
@@ -128,15 +130,25 @@ class _Live:
         text, self.held = self.held[: max(cut, 0)], self.held[max(cut, 0) :]
         return self._event(token, text=text)
 
+    def _of_prompt(self, token: int, count: int) -> TokenLogprob:
+        """Minus the token's number per hundred; the tokens behind it are likelier."""
+        top = tuple(((token + 1 + i) % 256, (count - i - token) / 100) for i in range(count))
+        return TokenLogprob(token, -token / 100, top)
+
     def _event(self, *tokens: int, **fields: Any) -> RequestOutput:
         logprobs = None
         if self.params.logprobs is not None and tokens:
             top = tuple(((tokens[0] + i) % 256, -0.5 - i) for i in range(self.params.logprobs))
             logprobs = (TokenLogprob(tokens[0], -0.5, top),)
+        prompt_logprobs = None
+        if self.params.prompt_logprobs is not None and self.generated == 1 and tokens:
+            known = (self._of_prompt(token, self.params.prompt_logprobs) for token in self.prompt[1:])
+            prompt_logprobs = (None, *known)
         return RequestOutput(
             request_id=self.request_id,
             token_ids=tokens,
             logprobs=logprobs,
+            prompt_logprobs=prompt_logprobs,
             prompt_tokens=self.prompt_tokens,
             completion_tokens=self.generated,
             cached_tokens=self.cached_tokens,
@@ -149,7 +161,7 @@ class FakeEngine:
     """One token per live request and round, from ``script``; counts everything.
 
     Attributes:
-      script: makes the tokens of a request; an exception among them fails it.
+      script: makes the tokens of a request; an exception among them fails it, "timeout" ends it.
       budget: tokens it may still emit over all requests; None: any number.
       live: requests without a last event, by id.
       submitted: all requests ever, by id.
@@ -353,11 +365,12 @@ class RunningServer:
 
 @contextlib.contextmanager
 def fuzzed_server(
-    context_length: int, images: ImageSupport | None = None
+    context_length: int, images: ImageSupport | None = None, tokenizer: ByteTokenizer | None = None
 ) -> Iterator[tuple[FakeEngine, httpx.Client]]:
     """A server for random requests: healthy to the end, each of its requests ended exactly once."""
     engine = FakeEngine(context_length=context_length, images=images)
     engine.script = lambda prompt, params: iter([*"äb世".encode(), EOS])
+    engine.tokenizer = tokenizer or engine.tokenizer
     server = RunningServer(engine)
     with httpx.Client(base_url=server.url, timeout=PATIENCE) as client:
         yield engine, client

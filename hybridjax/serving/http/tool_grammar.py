@@ -9,8 +9,8 @@ from hybridjax.serving.api import Grammar
 from hybridjax.text import reasoning, tool_calls
 from hybridjax.text.tool_readers import Tools, json_types
 
-# Keywords that the grammar's JSON does not know are let through instead of refused.
-_LENIENT = {"x-guidance": {"lenient": True}}
+# Unbounded, a model can pad JSON to the token limit.
+_BOUNDED = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}
 _ANY_TEXT = "/(?s:.*)/"
 
 
@@ -34,7 +34,7 @@ def tool_grammar(form: tool_calls.Format, tools: Tools, *, many: bool, opened: b
         rules.append('calls: "[" call (", " call)* "]"' if many else "calls: call")
     else:
         rules.append('calls: call ("\\n" call)*' if many else "calls: call")
-    return Grammar("lark", "\n".join([*_start("calls", opened), *rules]) + "\n")
+    return _lark("calls", opened, rules, "tool_choice")
 
 
 def behind_reasoning(grammar: Grammar, opened: bool | None) -> Grammar:
@@ -46,19 +46,27 @@ def behind_reasoning(grammar: Grammar, opened: bool | None) -> Grammar:
     if opened is None:
         return grammar
     match grammar.kind:
-        case "json_schema":
-            body = f"%json {grammar.source}"
-        case "json_object":
-            body = '%json {"type": "object"}'
+        case "json_schema" | "json_object":
+            try:
+                schema = json.loads(grammar.source or '{"type": "object"}')
+            except (ValueError, RecursionError):
+                return grammar  # which is refused
+            if not isinstance(schema, dict | bool) or schema is False:
+                return grammar  # likewise
+            body = _json_rule({} if schema is True else schema)
         case "regex":
             body = f"/{_slashes_escaped(grammar.source)}/"
         case kind:
             raise RequestError(
-                f"{kind} grammars and reasoning do not go together here; turn the reasoning off "
-                "(chat_template_kwargs.enable_thinking) or use a JSON schema or a regular expression",
-                param=kind,
+                f"{grammar.field}: {kind} grammars and reasoning do not go together here; turn the reasoning "
+                "off (chat_template_kwargs.enable_thinking) or use a JSON schema or a regular expression",
+                param=grammar.field,
             )
-    return Grammar("lark", "\n".join([*_start("answer", opened), f"answer: {body}"]) + "\n")
+    return _lark("answer", opened, [f"answer: {body}"], grammar.field)
+
+
+def _lark(body: str, opened: bool | None, rules: list[str], field: str) -> Grammar:
+    return Grammar("lark", "\n".join([*_start(body, opened), *rules]) + "\n", field)
 
 
 def _start(body: str, opened: bool | None) -> list[str]:
@@ -110,8 +118,13 @@ def _qwen3_coder(index: int, name: str, schema: Mapping[str, Any], rules: list[s
     return f"call{index}"
 
 
+def _json_rule(schema: Mapping[str, Any], **options: Any) -> str:
+    return f"%json {json.dumps({**schema, 'x-guidance': {**_BOUNDED, **options}})}"
+
+
 def _schema(schema: Mapping[str, Any]) -> str:
-    return f"%json {json.dumps({**schema, **_LENIENT})}"
+    """Keywords that llguidance does not know are let through instead of refused."""
+    return _json_rule(schema, lenient=True)
 
 
 def _text(text: str) -> str:

@@ -1,0 +1,145 @@
+"""What the grammars let through, as llguidance reads them."""
+
+import json
+from typing import Any
+
+import pytest
+from llguidance import LLMatcher, LLTokenizer
+
+from hybridjax.errors import RequestError
+from hybridjax.serving.api import Grammar
+from hybridjax.serving.http.tool_grammar import behind_reasoning, tool_grammar
+from hybridjax.structured.source import to_llguidance
+from hybridjax.text.tool_calls import FORMATS, Format, ToolCallParser
+
+WEATHER = {
+    "type": "object",
+    "properties": {
+        "city": {"type": "string"},
+        "days": {"$ref": "#/$defs/count"},
+        "unit": {"enum": ["C", "F"], "type": "string", "x-shown": True},
+    },
+    "required": ["city"],
+    "additionalProperties": False,
+    "$defs": {"count": {"type": "integer"}},
+}
+TOOLS: dict[str, dict[str, Any]] = {"weather": WEATHER, "now": {}}
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> LLTokenizer:
+    return LLTokenizer("byte")
+
+
+def takes(tokenizer: LLTokenizer, grammar: Grammar, text: str) -> bool:
+    """Whether this is a whole text of the grammar."""
+    matcher = LLMatcher(tokenizer, to_llguidance(grammar.kind, grammar.source, 2**16))
+    assert not matcher.get_error()
+    tokens = list(text.encode())
+    return matcher.try_consume_tokens(tokens) == len(tokens) and matcher.is_accepting()
+
+
+def hermes(name: str, arguments: str) -> str:
+    return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
+
+
+def plain(name: str, arguments: str) -> str:
+    return f'{{"name": "{name}", "parameters": {arguments}}}'
+
+
+def xml(name: str, arguments: str) -> str:
+    inner = "".join(
+        f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in json.loads(arguments).items()
+    )
+    return f"<tool_call>\n<function={name}>\n{inner}</function>\n</tool_call>"
+
+
+WRITERS = {"hermes": hermes, "json": plain, "qwen3_coder": xml}
+PARIS = '{"city": "Paris\\n </p>", "days": 2}'
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_calls_and_nothing_else(tokenizer: LLTokenizer, form: Format):
+    write = WRITERS[form]
+    one = tool_grammar(form, TOOLS, many=False, opened=None)
+    for good in (write("weather", PARIS), write("weather", '{"city": ""}'), write("now", "{}")):
+        assert takes(tokenizer, one, good)
+        # What the grammar lets through the parser understands.
+        parser = ToolCallParser(form, TOOLS, incremental=False)
+        delta = parser.push(good)
+        delta.add(parser.flush())
+        assert delta.content == "" and len(delta.calls) == 1
+        assert isinstance(json.loads(delta.calls[0].arguments), dict)
+    for bad in (
+        "no",
+        "",
+        write("other", "{}"),
+        write("weather", '{"days": 2}'),
+        write("weather", '{"city": "", "days": "two"}'),
+        write("now", "{}") + "!",
+        write("now", "{}") + "\n" + write("now", "{}"),
+    ):
+        assert not takes(tokenizer, one, bad)
+
+
+@pytest.mark.parametrize(
+    ("form", "text"),
+    [
+        ("hermes", hermes("now", "{}") + "\n" + hermes("weather", PARIS)),
+        ("qwen3_coder", xml("now", "{}") + "\n" + xml("weather", PARIS)),
+        ("json", f"[{plain('now', '{}')}, {plain('weather', PARIS)}]"),
+    ],
+)
+def test_several_calls(tokenizer: LLTokenizer, form: Format, text: str):
+    assert takes(tokenizer, tool_grammar(form, TOOLS, many=True, opened=None), text)
+    parser = ToolCallParser(form, TOOLS)
+    assert [call.name for call in parser.push(text).calls] == ["now", "weather"]
+
+
+def test_reasoning_comes_first(tokenizer: LLTokenizer):
+    call = hermes("now", "{}")
+    opened = tool_grammar("hermes", TOOLS, many=False, opened=True)
+    assert takes(tokenizer, opened, f"any <tool_call> thing\n</think>\n\n{call}")
+    assert not takes(tokenizer, opened, call)
+    closed = tool_grammar("hermes", TOOLS, many=False, opened=False)
+    assert takes(tokenizer, closed, call)
+    assert takes(tokenizer, closed, f"<think>\nso\n</think>\n\n{call}")
+    assert not takes(tokenizer, closed, f"so\n</think>\n\n{call}")
+
+
+@pytest.mark.parametrize(
+    ("grammar", "good", "bad"),
+    [
+        (Grammar("json_schema", '{"type": "integer"}', "f"), "5", '"5"'),
+        (Grammar("json_schema", "true", "f"), '["any"]', "any"),
+        (Grammar("json_object", field="f"), '{"a": [1]}', "[1]"),
+        (Grammar("regex", "a/\\/b|[/c]", "f"), "a//b", "a"),
+    ],
+)
+def test_answers_behind_reasoning(tokenizer: LLTokenizer, grammar: Grammar, good: str, bad: str):
+    opened = behind_reasoning(grammar, True)
+    assert opened.field == "f"
+    assert takes(tokenizer, opened, f"why\n</think>\n\n{good}")
+    assert not takes(tokenizer, opened, f"why\n</think>\n\n{bad}") and not takes(tokenizer, opened, good)
+    closed = behind_reasoning(grammar, False)
+    assert takes(tokenizer, closed, good) and takes(tokenizer, closed, f"<think>why</think>{good}")
+    assert not takes(tokenizer, closed, bad)
+    assert behind_reasoning(grammar, None) is grammar
+
+
+def test_what_cannot_stand_behind_reasoning_is_refused():
+    with pytest.raises(RequestError, match="ebnf grammars and reasoning") as caught:
+        behind_reasoning(Grammar("ebnf", 'root ::= "a"', "ebnf"), True)
+    assert caught.value.param == "ebnf"
+    # What is wrong anyway is for the compiler to refuse.
+    for source in ("{", "false", "[]", "[" * 10**5):
+        broken = Grammar("json_schema", source, "f")
+        assert behind_reasoning(broken, True) == broken
+
+
+@pytest.mark.parametrize("name", ["a>b", "a\nb", "", " a"])
+def test_names_that_xml_cannot_say_are_refused(name: str):
+    tools = {"f": {"properties": {name: {}}}}
+    with pytest.raises(RequestError, match="XML calls cannot name"):
+        tool_grammar("qwen3_coder", tools, many=False, opened=None)
+    assert json.dumps(name) in tool_grammar("hermes", tools, many=False, opened=None).source
