@@ -19,6 +19,7 @@ from hybridjax.ops.sampling import (
     sample,
     sample_reference,
     seed_words,
+    write_masks,
 )
 from hybridjax.serving.api import MAX_TOP_LOGPROBS
 
@@ -51,6 +52,14 @@ def call(logits, rows, *, state=None, slot=None, positions=None, stop=None, min_
     )
 
 
+def packed(allowed: np.ndarray) -> np.ndarray:
+    """uint32[B, ceil(V / 32)] of bool[B, V], as plain as can be."""
+    words = np.zeros((len(allowed), -(-allowed.shape[1] // 32)), np.uint32)
+    for row, token in zip(*np.nonzero(allowed)):
+        words[row, token // 32] |= np.uint32(1 << (token % 32))
+    return words
+
+
 def logits_of(seed: int, count: int, vocab: int = VOCAB) -> np.ndarray:
     return np.random.default_rng(seed).normal(scale=2, size=(count, vocab)).astype(np.float32)
 
@@ -78,6 +87,7 @@ filters = st.fixed_dictionaries(
         "presence_penalty": st.sampled_from([0.0, -0.5, 1.25]),
         "frequency_penalty": st.sampled_from([0.0, 0.75]),
         "use_bias": st.booleans(),
+        "use_mask": st.booleans(),
     }
 )
 
@@ -91,6 +101,7 @@ def test_agrees_with_the_reference(settings_per_row, data_seed, position):
     counts = rng.integers(0, 3, (SLOTS, VOCAB)).astype(np.int32)
     seen = rng.random((SLOTS, VOCAB)) < 0.3
     bias = (rng.integers(-4, 4, (SLOTS, VOCAB)) / 2).astype(np.float32)
+    allowed = rng.random((SLOTS, VOCAB)) < 0.6
     stop = np.full((4, 8), -1, np.int32)
     stop[:, :3] = rng.integers(0, VOCAB, (4, 3))
     slot = rng.permutation(SLOTS - 1)[:4] + 1
@@ -100,6 +111,7 @@ def test_agrees_with_the_reference(settings_per_row, data_seed, position):
         output_counts=jnp.asarray(counts),
         prompt_seen=jnp.asarray(seen),
         logit_bias=jnp.asarray(bias),
+        token_mask=jnp.asarray(packed(allowed)),
     )
     tokens, _ = call(
         logits,
@@ -114,7 +126,7 @@ def test_agrees_with_the_reference(settings_per_row, data_seed, position):
         row = dict(row)
         words = jnp.array(seed_words(row.pop("seed")), jnp.uint32)
         noise = np.asarray(noise_of(words, jnp.int32(position), VOCAB), np.float64)
-        use_bias = row.pop("use_bias")
+        use_bias, use_mask = row.pop("use_bias"), row.pop("use_mask")
         expected = sample_reference(
             logits[i],
             noise,
@@ -122,6 +134,7 @@ def test_agrees_with_the_reference(settings_per_row, data_seed, position):
             prompt_seen=seen[slot[i]],
             output_counts=counts[slot[i]],
             bias=bias[slot[i]] if use_bias else None,
+            allowed=allowed[slot[i]] if use_mask else None,
             forbidden=tuple(stop[i, :3]) if position < min_position[i] else (),
         )
         assert tokens[i] == expected
@@ -287,6 +300,24 @@ def test_rows_without_penalties_never_see_stale_slots_or_slot_zero():
     assert tokens[0] == clean[0]
 
 
+def test_masked_rows_sample_what_is_allowed_with_the_raw_log_probability():
+    logits = np.zeros((3, VOCAB), np.float32)
+    logits[:, 10], logits[:, 20], logits[:, 30] = 9, 8, -7
+    allowed = np.zeros((SLOTS, VOCAB), bool)
+    allowed[1, [20, 30]] = allowed[2, 30] = True
+    masks = jax.jit(write_masks)(
+        init_sampler_state(SLOTS, VOCAB).token_mask, jnp.array([2, 1, 0]), packed(allowed[[2, 1, 0]])
+    )
+    state = dataclasses.replace(init_sampler_state(SLOTS, VOCAB), token_mask=masks)
+    for temperature in (0.0, 0.5):
+        row = {"temperature": temperature, "use_mask": True, "top_k": 1 if temperature else 0}
+        rows = rows_of(row, row, row | {"use_mask": False})
+        tokens, logprobs = call(logits, rows, state=state, slot=[1, 2, 3])
+        assert tokens.tolist() == [20, 30, 10]
+        raw = logits[0] - np.log(np.exp(logits[0]).sum())
+        np.testing.assert_allclose(logprobs.sampled, raw[[20, 30, 10]], rtol=1e-5)
+
+
 def outside_conditionals(jaxpr) -> set[str]:
     names = set()
     for equation in jaxpr.eqns:
@@ -301,6 +332,6 @@ def test_work_that_no_row_needs_is_behind_conditionals():
     args = (jnp.zeros((2, VOCAB)), neutral_rows(2), init_sampler_state(SLOTS, VOCAB))
     ints = jnp.zeros(2, jnp.int32)
     jaxpr = jax.make_jaxpr(sample)(*args, ints, ints, jnp.full((2, 8), -1, jnp.int32), ints)
-    costly = {"sort", "random_bits", "random_fold_in", "top_k", "cumsum", "scatter"}
+    costly = {"shift_right_logical", "sort", "random_bits", "random_fold_in", "top_k", "cumsum", "scatter"}
     assert not outside_conditionals(jaxpr) & costly
     assert costly <= set(re.findall(r"\w+", str(jaxpr)))
