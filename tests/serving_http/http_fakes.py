@@ -132,7 +132,7 @@ class _Live:
 
     def _of_prompt(self, token: int, count: int) -> TokenLogprob:
         """Minus the token's number per hundred; the tokens behind it are likelier."""
-        top = tuple(((token + 1 + i) % 256, (count - i - token) / 100) for i in range(count))
+        top = tuple(((token + 1 + i) % 256, (20 - i - token) / 100) for i in range(count))
         return TokenLogprob(token, -token / 100, top)
 
     def _event(self, *tokens: int, **fields: Any) -> RequestOutput:

@@ -7,6 +7,7 @@ from pydantic import BeforeValidator, Field, PlainValidator, model_validator
 
 from hybridjax.errors import RequestError
 from hybridjax.serving.api import MAX_TOP_LOGPROBS, SamplingParams
+from hybridjax.serving.http.content import Picture
 from hybridjax.serving.http.messages import Message, Tools
 from hybridjax.serving.http.protocol import (
     INT32_MAX,
@@ -208,6 +209,8 @@ class TokenizeRequest(Schema):
     def _one_of_them(self) -> "TokenizeRequest":
         if bool(self.messages) == (self.prompt is not None):
             raise ValueError("prompt is missing; give either prompt or messages")
+        if any(isinstance(part, Picture) for message in self.messages for part in message.content):
+            raise ValueError("messages has images; this route takes text only")
         return self
 
 
