@@ -1,14 +1,18 @@
 """An engine that hangs is given up: every request ends, and nothing waits for the hung thread."""
 
+import asyncio
 import logging
 import threading
 import time
 
+import httpx
 import pytest
 from serving_fakes import FakeRunner, Recorder, engine_of, prompt_of
 
+from hybridjax.configs.serving import ServerConfig
 from hybridjax.errors import EngineDeadError
 from hybridjax.serving.api import SamplingParams
+from hybridjax.serving.http.app import create_app
 from hybridjax.serving.watchdog import Watchdog, stacks
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -84,6 +88,24 @@ def test_a_device_that_comes_back_after_all_says_nothing_more(hung):
     assert len(recorder.events["a"]) == count
     engine.give_up("again")
     assert recorder.reason("a") == "error"
+
+
+def test_health_generate_notices_at_once_and_health_with_the_watchdog(hung):
+    engine, hold = hung
+    app = create_app(engine, None, ServerConfig(health_check_timeout=0.2))
+
+    async def ask(path: str) -> httpx.Response:
+        transport = httpx.ASGITransport(app)
+        async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+            return await client.get(path)
+
+    async def both() -> list[int]:
+        return [(await ask(path)).status_code for path in ("/health", "/health_generate")]
+
+    assert asyncio.run(both()) == [200, 503]
+    assert hold.entered.is_set()
+    engine.give_up("planted")
+    assert asyncio.run(both()) == [503, 503]
 
 
 class Pulse:
