@@ -28,6 +28,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.common import copy_bandwidth, environment, finish
+from benchmarks.profile import kernels
 from benchmarks.qwen4_exp_common import filled, small_config
 from hybridjax.benchmarking.statistics import spread
 from hybridjax.configs import EngineConfig, Qwen4ExpConfig
@@ -214,8 +215,9 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", default="1,8,64")
     parser.add_argument(
-        "--two-programs", default="1", help="rows at which to time a step in two programs too"
+        "--cuts", default="", help="layers at which other parts of a step than the first begin"
     )
+    parser.add_argument("--profile", action="store_true", help="print the kernels of a step on the host")
     parser.add_argument("--layers", type=int, default=48)
     parser.add_argument("--experts", type=int, default=128, help="per layer; the release has 512")
     parser.add_argument("--device-gib", type=float, default=8.0, help="table in bfloat16")
@@ -238,11 +240,11 @@ def main() -> int:
 
     full = small_config() if args.smoke else dataclasses.replace(Qwen4ExpConfig(), num_experts=args.experts)
     if args.smoke:
-        args.rows, args.two_programs, args.launches, args.repeats, args.layers = "2", "2", 10, 2, 6
+        args.rows, args.cuts, args.launches, args.repeats, args.layers = "2", "1,3", 10, 2, 6
         args.device_gib = args.host_gib = args.mmap_gib = 0.001
     cpu = jax.default_backend() == "cpu"
     dtype = jnp.float32 if cpu else jnp.bfloat16
-    rows, in_two = ([int(n) for n in text.split(",") if n] for text in (args.rows, args.two_programs))
+    rows, cuts = ([int(n) for n in text.split(",") if n] for text in (args.rows, args.cuts))
     bandwidth = copy_bandwidth(2**24 if cpu else 2**31)
     print(f"{environment()}\ncopy {bandwidth / 1e12:.2f} TB/s", flush=True)
 
@@ -257,19 +259,20 @@ def main() -> int:
     model.host_tables = [host_table]
     most = max(rows)
     on_device = make_runner(build(stored, "device", dtype, known), most, 4)
-    on_host, two_programs = make_runner(model, most, 1), make_runner(model, most, 1)
-    first = model.layers_before_ngrams
-    two_programs._parts = DecodeParts(
-        model, two_programs._graph, two_programs._structure, [(0, first), (first, args.layers)]
-    )
+    runners = {"host": make_runner(model, most, 1)}
+    on_host = runners["host"]
+    if cuts:
+        cut = make_runner(model, most, 1)
+        edges = [0, *cuts, args.layers]
+        cut._parts = DecodeParts(model, cut._graph, cut._structure, list(zip(edges, edges[1:])))
+        runners[f"host, {len(cuts) + 1} parts"] = cut
     jax.block_until_ready(list(known.values()))
     arrays = len(jax.tree.leaves((on_host._parameters, on_host._state)))
     report(f"{arrays} arrays made")
     with tempfile.TemporaryDirectory(dir=args.directory) as directory:
         path = Path(directory) / "table"
         with concurrent.futures.ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-            jobs = [pool.submit(compiled, r, n) for n in rows for r in (on_device, on_host)]
-            jobs += [pool.submit(compiled, two_programs, n) for n in in_two]
+            jobs = [pool.submit(compiled, r, n) for n in rows for r in (on_device, *runners.values())]
             jobs.append(pool.submit(fill, codes))
             write = pool.submit(
                 written, path, NgramHash.from_config(mapped, 0).rows, width, args.write_seconds
@@ -348,12 +351,12 @@ def main() -> int:
         for count in rows:
             for steps in (1, 4):
                 measure("device", on_device, count, steps, args.repeats)
-            runners = {"host": on_host}
-            if count in in_two:
-                runners["host, two programs"] = two_programs
             for placement, runner in runners.items():
                 row = measure(placement, runner, count, 1, args.repeats)
                 row["host_work"] = host_work(runner, count)
+                if args.profile:
+                    batch = requests(count, full.vocab_size, CONTEXT)
+                    kernels(lambda r=runner, b=batch: decode(r, b, CONTEXT, 1, 1), 12)
 
         for state in ("cold", "cold, random", "warm"):
             for count in rows:

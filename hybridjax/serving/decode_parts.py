@@ -1,9 +1,8 @@
 """A decode step as several programs over ranges of layers, for n-gram tables in host memory.
 
-The host can look n-grams up only when it has read the last tokens, and launching a program takes it longer
-the more arrays the program has. So the first part holds the layers that need no n-gram rows and runs while
-the host looks them up; the second is short, because the device waits for its launch; each later one is so
-much longer than the one before it that the device is busy while it is being launched.
+The host can look n-grams up only when it has read the last tokens. So the first part holds the layers that
+need no n-gram rows and runs while the host looks them up; the second holds the rest. Each is called with its
+own parameters and caches only, as launching takes the host longer the more arrays there are.
 """
 
 import dataclasses
@@ -15,18 +14,6 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hybridjax.serving.programs import Bucket, DeviceState, Extras, StepOutput, decode_batch, sample_rows
-
-SECOND = 2
-GROWTH = 5  # an H200 runs a layer for ten times as long as it takes to launch one, or longer
-
-
-def layer_ranges(before: int, layers: int) -> list[tuple[int, int]]:
-    """Layers start .. stop - 1 of each part: ``before`` of them, ``SECOND``, then ``GROWTH`` times each."""
-    out, start, size = [(0, before)], before, SECOND
-    while layers - start > 2 * size:
-        out.append((start, start + size))
-        start, size = start + size, size * GROWTH
-    return [*out, (start, layers)]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +40,7 @@ class DecodeParts:
     Args:
       model: a Qwen4Exp with its tables on the host.
       graph, structure: of its parameters: ``nnx.split`` and then ``jax.tree.flatten``.
-      ranges: layers start .. stop - 1 of each part; None: ``layer_ranges``.
+      ranges: layers start .. stop - 1 of each part; None: those before the first n-gram layer, and the rest.
     """
 
     def __init__(
@@ -61,7 +48,8 @@ class DecodeParts:
     ):
         self._graph, self._structure = graph, structure
         paths = [path for path, _ in nnx.to_flat_state(nnx.state(model, nnx.Param))]
-        ranges = ranges or layer_ranges(model.layers_before_ngrams, len(model.layers))
+        first, layers = model.layers_before_ngrams, len(model.layers)
+        ranges = ranges or [(0, first), (first, layers)]
         self.parts = tuple(
             Part(
                 start,
@@ -97,6 +85,7 @@ class DecodeParts:
     ) -> tuple[StepOutput, DeviceState]:
         """Launches a step; ``look_up`` gives the n-gram rows and is called while the first part runs."""
         caches, sampler, out, extras = list(state.caches), state.sampler, None, Extras()
+        buffer = jax.device_put(buffer)  # once, and before the device waits for the second part
         for part, program in zip(self.parts, programs):
             leaves, own = _pick(part, parameters, DeviceState(tuple(caches), sampler))
             out, own = program(leaves, own, buffer, out, extras)

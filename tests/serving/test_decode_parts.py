@@ -8,21 +8,7 @@ from flax import nnx
 
 from hybridjax.configs import Qwen4ExpConfig
 from hybridjax.models.qwen4_exp import Qwen4Exp
-from hybridjax.serving.decode_parts import DecodeParts, layer_ranges
-
-
-@pytest.mark.parametrize(
-    ("before", "layers", "want"),
-    [
-        (1, 48, [(0, 1), (1, 3), (3, 13), (13, 48)]),
-        (0, 48, [(0, 0), (0, 2), (2, 12), (12, 48)]),
-        (1, 6, [(0, 1), (1, 3), (3, 6)]),
-        (1, 5, [(0, 1), (1, 5)]),
-        (3, 4, [(0, 3), (3, 4)]),
-    ],
-)
-def test_ranges_grow_and_cover_every_layer(before, layers, want):
-    assert layer_ranges(before, layers) == want
+from hybridjax.serving.decode_parts import DecodeParts
 
 
 @pytest.mark.parametrize("tied", [False, True])
@@ -32,7 +18,9 @@ def test_parts_share_nothing_but_a_tied_embedding_and_leave_out_the_draft_head(t
     graph, parameters = nnx.split(model, nnx.Param)
     leaves, structure = jax.tree_util.tree_flatten_with_path(parameters)
     names = [jax.tree_util.keystr(path) for path, _ in leaves]
-    parts = DecodeParts(model, graph, structure).parts
+    default = DecodeParts(model, graph, structure)
+    assert [(part.start, part.stop) for part in default.parts] == [(0, 1), (1, 48)]
+    parts = DecodeParts(model, graph, structure, [(0, 1), (1, 3), (3, 13), (13, 48)]).parts
 
     uses = collections.Counter(names[i] for part in parts for i in part.parameters)
     (embedding,) = (name for name in names if "embed_tokens" in name)
