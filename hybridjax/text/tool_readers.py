@@ -13,6 +13,8 @@ from hybridjax.text.json_scanner import SPACE, JsonScanner
 MAX_NAME = 256
 ARGUMENT_KEYS = ("arguments", "parameters")
 
+_TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
+
 Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
 
 
@@ -284,6 +286,9 @@ def json_types(schema: Any, depth: int = 4) -> set[str]:
             types |= {name for option in options for name in json_types(option, depth - 1)}
     if types:
         return types
+    listed = schema.get("enum")
+    if isinstance(listed, list) and listed:
+        return {_TYPE_NAMES.get(type(value), "object") for value in listed}
     if {"properties", "items", "$ref", "allOf"} & schema.keys():
         return {"object"}
     return {"string"}

@@ -62,7 +62,7 @@ PARIS = '{"city": "Paris\\n </p>", "days": 2}'
 def test_calls_and_nothing_else(tokenizer: LLTokenizer, form: Format):
     write = WRITERS[form]
     one = tool_grammar(form, TOOLS, many=False, opened=None)
-    for good in (write("weather", PARIS), write("weather", '{"city": ""}'), write("now", "{}")):
+    for good in (write("weather", PARIS), write("weather", '{"city": "", "unit": "F"}'), write("now", "{}")):
         assert takes(tokenizer, one, good)
         # What the grammar lets through the parser understands.
         parser = ToolCallParser(form, TOOLS, incremental=False)
@@ -76,6 +76,7 @@ def test_calls_and_nothing_else(tokenizer: LLTokenizer, form: Format):
         write("other", "{}"),
         write("weather", '{"days": 2}'),
         write("weather", '{"city": "", "days": "two"}'),
+        write("weather", '{"city": "", "unit": "K"}'),
         write("now", "{}") + "!",
         write("now", "{}") + "\n" + write("now", "{}"),
     ):

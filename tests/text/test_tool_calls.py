@@ -222,6 +222,8 @@ def test_xml_that_breaks_off_stays_text_if_reported_whole(text: str):
         ("1e999", {"type": "number"}, "1e999"),
         ("", {"type": "integer"}, '""'),
         ("x", {"anyOf": 5, "type": 7}, '"x"'),
+        ("3", {"enum": [3, 4]}, "3"),
+        ("3", {"enum": ["3", "4"]}, '"3"'),
         ("3", {"oneOf": [{"type": "integer"}, {"type": "string"}]}, "3"),
     ],
 )

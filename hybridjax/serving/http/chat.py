@@ -123,7 +123,7 @@ class Chats:
         return ReplyPlan(
             forms=forms,
             calls=(forms.calls or ("json" if is_forced else None)) if tools else None,
-            tools={tool.function.name: tool.function.parameters or {} for tool in tools},
+            tools={tool.function.name: tool.function.schema_of_arguments for tool in tools},
             max_calls=None if body.parallel_tool_calls and not is_named else 1,
             opened=opened,
             keep_reasoning=not body.separate_reasoning,

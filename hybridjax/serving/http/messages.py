@@ -125,7 +125,11 @@ class Function(Strict):
     parameters: Annotated[
         dict[str, Any] | None, PlainValidator(_parameters, json_schema_input_type=dict[str, Any])
     ] = Field(None, description="JSON schema of an object; left out: no parameters")
-    strict: bool | None = Field(None, description="ignored, unless a call is forced by tool_choice")
+    strict: bool | None = Field(None, description="ignored; forced calls always keep to the schema")
+
+    @property
+    def schema_of_arguments(self) -> dict[str, Any]:
+        return {"additionalProperties": False} if self.parameters is None else self.parameters
 
 
 class Tool(Strict):

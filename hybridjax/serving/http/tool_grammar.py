@@ -105,17 +105,27 @@ def _qwen3_coder(index: int, name: str, schema: Mapping[str, Any], rules: list[s
                 f"tools has a parameter {key[:64]!r}, which XML calls cannot name", param="tools"
             )
         rule = f"p{index}_{place}"
-        if "string" in json_types(value):
-            rules.append(f"{rule}_value[suffix={_text(chr(10) + '</parameter>' + chr(10))}]: {_ANY_TEXT}")
+        end = " " + _text("\n</parameter>\n")
+        if words := _words(value):
+            rules.append(f"{rule}_value: {' | '.join(map(_text, words))}")
+        elif "string" in json_types(value):
+            rules.append(f"{rule}_value[suffix={end.strip()}]: {_ANY_TEXT}")
             end = ""
         else:
             rules.append(f"{rule}_value: {_schema({**definitions, **value})}")
-            end = " " + _text("\n</parameter>\n")
         rules.append(f"{rule}: {_text(f'<parameter={key}>{chr(10)}')} {rule}_value{end}")
         parts.append(rule if isinstance(required, list) and key in required else f"{rule}?")
     parts.append(_text(f"</function>\n{tool_calls.CLOSE}"))
     rules.append(f"call{index}: {' '.join(parts)}")
     return f"call{index}"
+
+
+def _words(schema: Any) -> list[str]:
+    """The texts that a schema lists, if it lists nothing else."""
+    listed = schema.get("enum") if isinstance(schema, Mapping) else None
+    if not isinstance(listed, list) or not all(isinstance(word, str) for word in listed):
+        return []
+    return [word for word in listed if word and "</parameter>" not in word]
 
 
 def _json_rule(schema: Mapping[str, Any], **options: Any) -> str:
