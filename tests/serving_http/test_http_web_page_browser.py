@@ -90,6 +90,18 @@ def test_an_answer_streams_and_stays_text(browser: Browser, engine: FakeEngine, 
     assert browser.console() == []
 
 
+def test_reasoning_is_folded_away(browser: Browser, engine: FakeEngine, serve: Any):
+    engine.script = saying("<think>because</think>so")
+    page = Page(browser, serve(reasoning_parser="qwen3").url).ready()
+    page.say("why?")
+    wait(lambda: page.facts()[-1:] and page.facts()[-1])
+    [details] = page.driver.find_elements("css selector", ".message details")
+    assert details.text == "Reasoning"
+    details.find_element("css selector", "summary").click()
+    assert details.find_element("css selector", ".body").text == "because"
+    assert page.driver.find_elements("css selector", ".message > .body")[-1].text == "so"
+
+
 @pytest.mark.parametrize("how", ["button", "escape"])
 def test_stopping_aborts_the_request(browser: Browser, engine: FakeEngine, serve: Any, how: str):
     engine.allow(5)
