@@ -207,7 +207,7 @@ BAD: list[tuple[dict[str, Any], str, str]] = [
     ({"text": "x", "sampling_params": 5}, "sampling_params[0]", "must be an object"),
     ({"text": "x", "sampling_params": {"n": 9}}, "sampling_params[0].n", "equal to 8"),
     ({"text": "x", "sampling_params": {"top_p": 2}}, "sampling_params[0].top_p", "or equal to 1"),
-    ({"text": "x", "sampling_params": {"stop_regex": "a"}}, "sampling_params[0]", "stop_regex is not supported"),
+    ({"text": "x", "sampling_params": {"stop_regex": "a"}}, "sampling_params[0]", "stop_regex is not"),
     ({"text": "x", "sampling_params": [{}, {}]}, "sampling_params", "2 entries for 1 prompts"),
     ({"text": ["x", "y"], "sampling_params": [{}, {"n": 2}]}, "sampling_params", "the same n"),
     (

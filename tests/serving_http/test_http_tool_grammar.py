@@ -114,6 +114,13 @@ def test_reasoning_comes_first(tokenizer: LLTokenizer):
         (Grammar("json_schema", '{"type": "integer"}', "f"), "5", '"5"'),
         (Grammar("json_schema", "true", "f"), '["any"]', "any"),
         (Grammar("json_object", field="f"), '{"a": [1]}', "[1]"),
+        (
+            Grammar("json_schema", '{"const": 1, "x-guidance": {"whitespace_flexible": false}}', "f"),
+            "1",
+            " 1",
+        ),
+        (Grammar("ebnf", 'root ::= "(" root? ")"', "f"), "(())", "(()"),
+        (Grammar("lark", 'start: x | GAP\nx: "a" | "{" x "}"\nGAP: "z"', "f"), "{{a}}", "\n\n\n"),
         (Grammar("regex", "a/\\/b|[/c]", "f"), "a//b", "a"),
     ],
 )
@@ -128,14 +135,23 @@ def test_answers_behind_reasoning(tokenizer: LLTokenizer, grammar: Grammar, good
     assert behind_reasoning(grammar, None) is grammar
 
 
-def test_what_cannot_stand_behind_reasoning_is_refused():
-    with pytest.raises(RequestError, match="ebnf grammars and reasoning") as caught:
-        behind_reasoning(Grammar("ebnf", 'root ::= "a"', "ebnf"), True)
-    assert caught.value.param == "ebnf"
-    # What is wrong anyway is for the compiler to refuse.
-    for source in ("{", "false", "[]", "[" * 10**5):
-        broken = Grammar("json_schema", source, "f")
-        assert behind_reasoning(broken, True) == broken
+@pytest.mark.parametrize(
+    ("kind", "source"),
+    [
+        *(
+            ("json_schema", source)
+            for source in ("{", "false", "[]", "[" * 10**5, '{"a":' * 70 + "1" + "}" * 70)
+        ),
+        *(("ebnf", source) for source in ("", "x ::= y", "root ::= " + "(" * 10**5)),
+        ("lark", "start: x" * 10**5),
+    ],
+    ids=range(9),
+)
+def test_what_is_wrong_anyway_is_for_the_compiler_to_refuse(kind: Any, source: str):
+    broken = Grammar(kind, source, "f")
+    assert behind_reasoning(broken, True) == broken
+    with pytest.raises(ValueError, match="."):
+        to_llguidance(kind, source, 2**16)
 
 
 @pytest.mark.parametrize("name", ["a>b", "a\nb", "", " a"])

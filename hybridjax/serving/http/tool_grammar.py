@@ -6,11 +6,14 @@ from typing import Any
 
 from hybridjax.errors import RequestError
 from hybridjax.serving.api import Grammar
+from hybridjax.serving.http.messages import depth_of
 from hybridjax.text import reasoning, tool_calls
 from hybridjax.text.tool_readers import Tools, json_types
 
 # Unbounded, a model can pad JSON to the token limit.
 _BOUNDED = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}
+MAX_SOURCE = 2**16
+MAX_JSON_DEPTH = 64
 _ANY_TEXT = "/(?s:.*)/"
 
 
@@ -38,31 +41,34 @@ def tool_grammar(form: tool_calls.Format, tools: Tools, *, many: bool, opened: b
 
 
 def behind_reasoning(grammar: Grammar, opened: bool | None) -> Grammar:
-    """What holds for the answer, with the reasoning before it free.
-
-    Raises:
-      RequestError: a grammar of this kind cannot stand behind something else.
-    """
-    if opened is None:
+    """What holds for the answer, with the reasoning before it free. A wrong grammar stays as it is: whoever
+    compiles it says what is wrong."""
+    if opened is None or len(grammar.source) > MAX_SOURCE:
         return grammar
+    try:
+        body = _body(grammar)
+    except (ValueError, RecursionError):
+        return grammar
+    return _lark("answer", opened, [f"answer: {body}"], grammar.field)
+
+
+def _body(grammar: Grammar) -> str:
+    """A grammar within another; raises ValueError for a wrong one."""
     match grammar.kind:
         case "json_schema" | "json_object":
-            try:
-                schema = json.loads(grammar.source or '{"type": "object"}')
-            except (ValueError, RecursionError):
-                return grammar  # which is refused
-            if not isinstance(schema, dict | bool) or schema is False:
-                return grammar  # likewise
-            body = _json_rule({} if schema is True else schema)
+            schema = json.loads(grammar.source or '{"type": "object"}')
+            schema = {} if schema is True else schema
+            if not isinstance(schema, dict) or depth_of(schema) > MAX_JSON_DEPTH:
+                raise ValueError("no schema")
+            return _json_rule(schema)
         case "regex":
-            body = f"/{_slashes_escaped(grammar.source)}/"
-        case kind:
-            raise RequestError(
-                f"{grammar.field}: {kind} grammars and reasoning do not go together here; turn the reasoning "
-                "off (chat_template_kwargs.enable_thinking) or use a JSON schema or a regular expression",
-                param=grammar.field,
-            )
-    return _lark("answer", opened, [f"answer: {body}"], grammar.field)
+            return f"/{_slashes_escaped(grammar.source)}/"
+        case "ebnf":
+            from hybridjax.structured.ebnf import ebnf_to_lark
+
+            return f"%lark {{\n{ebnf_to_lark(grammar.source)}\n}}"
+        case "lark":
+            return f"%lark {{\n{grammar.source}\n}}"
 
 
 def _lark(body: str, opened: bool | None, rules: list[str], field: str) -> Grammar:
@@ -129,7 +135,9 @@ def _words(schema: Any) -> list[str]:
 
 
 def _json_rule(schema: Mapping[str, Any], **options: Any) -> str:
-    return f"%json {json.dumps({**schema, 'x-guidance': {**_BOUNDED, **options}})}"
+    own = schema.get("x-guidance")
+    options = {**_BOUNDED, **options, **(own if isinstance(own, dict) else {})}
+    return f"%json {json.dumps({**schema, 'x-guidance': options})}"
 
 
 def _schema(schema: Mapping[str, Any]) -> str:
