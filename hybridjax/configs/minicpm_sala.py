@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridjax.configs.frozen_dict import FrozenDict
-from hybridjax.configs.validation import check, finite_floats, positive_int, take
+from hybridjax.configs.validation import check, finite_floats, positive_int, take, token_ids_and_dtype
 from hybridjax.errors import ConfigError
 
 SPARSE = "minicpm4"
@@ -180,21 +180,7 @@ class MiniCPMSALAConfig:
         )
         for i, kind in enumerate(self.mixer_types):
             check(kind in (SPARSE, LINEAR), f"mixer_types[{i}]", kind, f"{SPARSE!r} or {LINEAR!r}")
-        for name, token in (("bos", self.bos_token_id), ("pad", self.pad_token_id)):
-            check(
-                token is None or 0 <= token < self.vocab_size,
-                f"{name}_token_id",
-                token,
-                f"null or in 0..{self.vocab_size - 1}",
-            )
-        for token in self.eos_token_id:
-            check(0 <= token < self.vocab_size, "eos_token_id", token, f"in 0..{self.vocab_size - 1}")
-        check(
-            self.dtype in ("float32", "bfloat16", "float16"),
-            "dtype",
-            self.dtype,
-            "float32, bfloat16 or float16",
-        )
+        token_ids_and_dtype(self)
         check(
             self.dense_switch in ("position", "call"), "dense_switch", self.dense_switch, "position or call"
         )

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from hybridjax.configs.frozen_dict import FrozenDict
-from hybridjax.configs.validation import check, finite_floats, positive_int, take
+from hybridjax.configs.validation import check, finite_floats, positive_int, take, token_ids_and_dtype
 from hybridjax.errors import ConfigError
 
 LINEAR = "linear_attention"
@@ -142,12 +142,7 @@ class Qwen4ExpConfig:
         check(mtp in (0, 1), "mtp_num_hidden_layers", mtp, "0 or 1")
         dedicated = self.mtp_use_dedicated_embeddings
         check(dedicated is False, "mtp_use_dedicated_embeddings", dedicated, "false")
-        for name, token in (("bos_token_id", self.bos_token_id), ("pad_token_id", self.pad_token_id)):
-            check(token is None or 0 <= token < self.vocab_size, name, token, "null or below vocab_size")
-        for token in self.eos_token_id:
-            check(0 <= token < self.vocab_size, "eos_token_id", token, f"in 0..{self.vocab_size - 1}")
-        check(self.dtype in ("float32", "bfloat16", "float16"), "dtype", self.dtype,
-              "float32, bfloat16 or float16")  # fmt: skip
+        token_ids_and_dtype(self)
 
     def _check_layers(self):
         count = self.num_hidden_layers

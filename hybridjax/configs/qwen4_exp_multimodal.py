@@ -190,8 +190,12 @@ class Qwen4ExpMultimodalConfig:
         raw = dict(raw)
         text, vision = (dict(_object(raw, name)) for name in ("text_config", "vision_config"))
         _fixed(text, {"model_type": (Qwen4ExpConfig.model_type,)}, "text_config.")
-        dtype = raw.get("dtype") or raw.get("torch_dtype") or text.get("dtype") or text.get("torch_dtype")
-        fields: dict[str, Any] = {"dtype": str(dtype or cls.dtype).removeprefix("torch.")}
+        _fixed(raw, {"model_type": (cls.model_type,)}, "")
+        said = [where[name] for where in (raw, text) for name in ("dtype", "torch_dtype")
+                if where.get(name) is not None]  # fmt: skip
+        dtype = said[0] if said else cls.dtype
+        check(isinstance(dtype, str) and dtype != "", "dtype", dtype, "a name such as 'bfloat16' or null")
+        fields: dict[str, Any] = {"dtype": dtype.removeprefix("torch.")}
         for name in (*_TOKENS, "tie_word_embeddings"):
             if name in raw:
                 fields[name] = take(raw, name, cls.__annotations__[name])

@@ -28,6 +28,18 @@ def finite_floats(config: Any, prefix: str = "") -> None:
             check(math.isfinite(value), prefix + field.name, value, "finite")
 
 
+def token_ids_and_dtype(config: Any) -> None:
+    """Refuses ids of special tokens outside the vocabulary, and dtypes that no model is kept in."""
+    known = f"in 0..{config.vocab_size - 1}"
+    for name in ("bos_token_id", "pad_token_id"):
+        token = getattr(config, name)
+        check(token is None or 0 <= token < config.vocab_size, name, token, f"null or {known}")
+    for token in config.eos_token_id:
+        check(0 <= token < config.vocab_size, "eos_token_id", token, known)
+    allowed = "float32, bfloat16 or float16"
+    check(config.dtype in ("float32", "bfloat16", "float16"), "dtype", config.dtype, allowed)
+
+
 def take(raw: Mapping[str, Any], name: str, annotation: Any, prefix: str = "") -> Any:
     """Reads ``raw[name]`` as the annotated type, which may be a union of int, float, bool, str, None.
 
