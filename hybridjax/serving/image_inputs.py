@@ -11,7 +11,7 @@ from hybridjax.errors import RequestError
 from hybridjax.images import ImageProcessor, content_hash, expand_placeholders, rope_positions
 from hybridjax.json_files import read_object
 from hybridjax.serving.api import ImageSupport
-from hybridjax.serving.prompt_images import ProcessedImage, PromptImages, prompt_cache_ids
+from hybridjax.serving.prompt_images import ProcessedImage, PromptImages, SharedImages, prompt_cache_ids
 from hybridjax.serving.request import Limits
 
 
@@ -50,7 +50,7 @@ class ImageInputs:
 
         Args:
           ids: token ids with one placeholder per image, not checked yet.
-          images: uint8[H, W, 3] RGB in the order of their placeholders.
+          images: uint8[H, W, 3] RGB in the order of their placeholders; ``SharedImages`` are prepared once.
           limits: of the engine.
 
         Raises:
@@ -78,6 +78,10 @@ class ImageInputs:
                 param="messages",
                 code="too_many_images",
             )
+        shared = images if isinstance(images, SharedImages) else None
+        known = flat.astype(np.int64).tobytes()
+        if shared is not None and shared.prepared is not None and shared.prepared[0] == known:
+            return shared.prepared[1:]
         grids = [self._processor.grid(*image.shape[:2]) for image in images]
         expanded = expand_placeholders(flat, grids, config.image_token_id, self._merge)
         if len(expanded) >= limits.context_length:
@@ -95,4 +99,7 @@ class ImageInputs:
         placeholder = expanded == config.image_token_id
         index = np.where(placeholder, np.cumsum(placeholder) - 1, -1).astype(np.int32)
         keys = prompt_cache_ids(expanded, index, processed, self._merge)
-        return expanded, PromptImages(processed, index, rope, delta, keys)
+        prepared = PromptImages(processed, index, rope, delta, keys)
+        if shared is not None:
+            shared.prepared = known, expanded, prepared
+        return expanded, prepared

@@ -45,6 +45,16 @@ class PromptImages:
     cache_ids: np.ndarray
 
 
+class SharedImages(tuple[np.ndarray, ...]):
+    """Decoded images that several requests with one prompt bring, whose pixels nobody changes any more.
+
+    Attributes:
+      prepared: the last prompt's ids and what was made of them, so that further requests make it no more.
+    """
+
+    prepared: tuple[bytes, np.ndarray, PromptImages] | None = None
+
+
 def prompt_cache_ids(
     ids: np.ndarray, feature_index: np.ndarray, images: Sequence[ProcessedImage], merge_size: int
 ) -> np.ndarray:

@@ -11,6 +11,7 @@ from pydantic import PlainValidator
 from hybridjax.errors import RequestError
 from hybridjax.images import ImageLimits, load_image
 from hybridjax.serving.api import EngineInfo, ImageSupport
+from hybridjax.serving.prompt_images import SharedImages
 
 MAX_PARTS = 1024
 DETAILS = ("auto", "low", "high")
@@ -117,7 +118,7 @@ def check_images(count: int, info: EngineInfo) -> None:
 
 def load_images(
     pictures: Iterable[tuple[str, Picture]], support: ImageSupport, go_on: Callable[[], None]
-) -> list[np.ndarray]:
+) -> SharedImages:
     """Decodes images, which takes a processor tens of milliseconds each; takes their URLs away.
 
     Args:
@@ -144,4 +145,4 @@ def load_images(
             raise RequestError(f"{field}: {error}{together}", param="messages", code=error.code) from None
         left -= image.shape[0] * image.shape[1]
         images.append(image)
-    return images
+    return SharedImages(images)
