@@ -401,6 +401,13 @@ def test_images_need_a_template_that_knows_them(name: str):
     assert (caught.value.param, caught.value.code) == ("messages", "images_not_supported")
 
 
+def test_a_placeholder_in_a_text_does_not_take_an_images_place_where_the_template_knows_only_strings():
+    parts = [{"type": "text", "text": "See <|vision_start|><|image_pad|><|vision_end|>"}, {"type": "image"}]
+    with pytest.raises(RequestError, match="chat template does not know") as caught:
+        render(QWEN, [{"role": "user", "content": parts}])
+    assert (caught.value.param, caught.value.code) == ("messages", "images_not_supported")
+
+
 def test_the_template_can_reject_images_where_it_wants_none():
     with pytest.raises(RequestError, match="System message cannot contain images"):
         render(QWEN_VL, [{"role": "system", "content": PARTS}])
