@@ -14,6 +14,7 @@ import gc
 import json
 import os
 import random
+import re
 import socket
 import sys
 import threading
@@ -36,6 +37,7 @@ ENGINE = {
     "max_total_tokens": 512,
     "max_mamba_cache_size": 3,
     "max_queued_requests": 20,
+    "enable_priority_scheduling": True,
     "chunked_prefill_size": 128,
     "skip_server_warmup": True,
 }
@@ -129,12 +131,20 @@ class Clients:
             (self.aborts_by_name, 6),
             (self.malformed, 16),
             (self.breaks_off_its_body, 6),
+            (self.runs_out_of_time, 6),
+            (self.is_held_to_a_grammar, 6),
+            (self.asks_about_its_prompt, 6),
         )
         self._kinds: list[Callable[[], Awaitable[None]]] = [kind for kind, _ in kinds]
         self._weights = [weight for _, weight in kinds]
 
-    async def one(self) -> None:
-        kind: Any = self._random.choices(self._kinds, self._weights)[0]
+    async def each(self) -> None:
+        """One client of every kind."""
+        await asyncio.gather(*map(self.one, self._kinds))
+
+    async def one(self, kind: Any = None) -> None:
+        """A client of this kind, or of any."""
+        kind = kind or self._random.choices(self._kinds, self._weights)[0]
         async with asyncio.timeout(PATIENCE):
             await kind()
         self.outcomes[kind.__name__] += 1
@@ -185,6 +195,29 @@ class Clients:
             reason = json.loads(reply.body)["meta_info"]["finish_reason"]["type"]
             require(reason in ("abort", "length"), f"an aborted request ended by {reason}")
 
+    async def runs_out_of_time(self) -> None:
+        body = self._body(longest=200) | {"timeout": 0.02 + 0.2 * self._random.random(), "n": 1}
+        reply = await self._insist("/v1/completions", body)
+        if reply.status == 504:
+            return
+        require(reply.status == 200, f"HTTP {reply.status}: {reply.body[:300]!r}")
+        [choice] = json.loads(reply.body)["choices"]
+        require(choice["finish_reason"] in ("stop", "length", "abort"), f"out of time: {choice}")
+
+    async def is_held_to_a_grammar(self) -> None:
+        body = self._body() | {"regex": "[a-c]{2,5}", "max_tokens": 40, "n": 1, "ignore_eos": False}
+        reply = await self._insist("/v1/completions", body)
+        require(reply.status == 200, f"HTTP {reply.status}: {reply.body[:300]!r}")
+        text = json.loads(reply.body)["choices"][0]["text"]
+        require(re.fullmatch("[a-c]{2,5}", text), f"{text!r} does not match")
+
+    async def asks_about_its_prompt(self) -> None:
+        body = self._body() | {"echo": True, "logprobs": 2, "n": 1}
+        reply = await self._insist("/v1/completions", body)
+        require(reply.status == 200, f"HTTP {reply.status}: {reply.body[:300]!r}")
+        given = json.loads(reply.body)["choices"][0]["logprobs"]["token_logprobs"]
+        require(len(given) >= len(body["prompt"]), "log probabilities are missing")
+
     async def malformed(self) -> None:
         path, content, headers = self._random.choice(self._malformed())
         reply = await self._ask(path, content, headers=headers)
@@ -233,6 +266,10 @@ class Clients:
     def _body(self, longest: int = 40) -> dict[str, Any]:
         body = {"prompt": self._prompt(), "max_tokens": self._random.randrange(1, longest + 1)}
         body |= {"temperature": self._random.choice((0, 1)), "ignore_eos": self._random.random() < 0.5}
+        body |= {
+            "priority": self._random.choice((0, 0, 0, 5)),
+            "cache_salt": self._random.choice((None, "a")),
+        }
         return body | {"n": self._random.choice((1, 1, 1, 1, 2, 3))}
 
     def _busy(self, reply: Reply) -> bool:
@@ -367,6 +404,7 @@ def soak(requests: int, seed: int = 0, model: str = "tiny-sala") -> dict[str, An
         server = Server(ledger, config)
         try:
             clients = Clients(server.port, engine.info.vocab_size, seed)
+            asyncio.run(clients.each())
             asyncio.run(_run_clients(clients, max(40, requests // 10)))
             _settle(server, ledger)
             before = Held.now()
@@ -405,7 +443,7 @@ def _check(ledger: Ledger, before: Held, after: Held) -> None:
     wrong = {name: ends for name, ends in ledger.ends.items() if len(ends) != 1}
     require(not wrong, f"requests without exactly one last event: {dict(list(wrong.items())[:5])}")
     reasons = {reason for ends in ledger.ends.values() for reason in ends}
-    require(reasons <= {"stop", "length", "abort"}, f"requests ended by {reasons}")
+    require(reasons <= {"stop", "length", "abort", "timeout"}, f"requests ended by {reasons}")
     require(after.files <= before.files, f"{after.files - before.files} files stayed open")
     # Worker threads start as they are needed, 40 at most, and stay.
     require(after.threads <= before.threads + 40, f"{after.threads} threads, {before.threads} before")

@@ -13,6 +13,7 @@ from hybridjax.configs.serving import ServerConfig
 from hybridjax.errors import EngineDeadError
 from hybridjax.serving.api import SamplingParams
 from hybridjax.serving.http.app import create_app
+from hybridjax.serving.runner import ModelRunner
 from hybridjax.serving.watchdog import Watchdog, stacks
 
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -182,3 +183,18 @@ def test_the_stacks_name_every_thread():
     thread.join()
     assert "Thread 'somebody':" in shown and "in __call__" in shown
     assert "Thread 'MainThread':" in shown
+
+
+def test_the_runner_says_when_it_compiles_late():
+    runner = object.__new__(ModelRunner)
+    seen = []
+
+    def compile(bucket):
+        seen.append((bucket, runner.is_compiling))
+        raise RuntimeError("planted")
+
+    runner._compile = compile
+    with pytest.raises(RuntimeError, match="planted"):
+        runner._compile_late("bucket")
+    assert seen == [("bucket", True)]
+    assert not runner.is_compiling
