@@ -9,7 +9,8 @@ from hybridjax.structured.ebnf import ebnf_to_lark
 
 MAX_JSON_DEPTH = 64
 # Unbounded, a model can pad its answer to the token limit.
-_JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}
+_JSON_OPTIONS: Any = {"whitespace_pattern": r"[ \n\r\t]{1,32}"}
+_WHITESPACE = {"whitespace_pattern", "whitespace_flexible"}
 _ANY_OBJECT = '{"type": "object"}'
 
 
@@ -30,10 +31,12 @@ def to_llguidance(kind: str, source: str, max_bytes: int) -> str:
     if size > max_bytes:
         raise ValueError(f"it has {size} bytes; at most {max_bytes} are allowed")
     if kind == "json_schema":
-        _check_schema(source)
-        # llguidance attaches the options to the schema, so it must be an object.
-        schema = "{}" if source.strip() == "true" else source
-        return LLMatcher.grammar_from_json_schema(schema, defaults=_JSON_OPTIONS)
+        schema = _checked_schema(source)
+        own = schema.get("x-guidance")
+        spaced = isinstance(own, dict) and not own.keys().isdisjoint(_WHITESPACE)
+        # The source as it was written: parsing it would lose repeated keys and the exactness of numbers.
+        source = source if schema else "{}"
+        return LLMatcher.grammar_from_json_schema(source, defaults=None if spaced else _JSON_OPTIONS)
     if kind == "json_object":
         return LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=_JSON_OPTIONS)
     if not source.strip():
@@ -47,7 +50,8 @@ def to_llguidance(kind: str, source: str, max_bytes: int) -> str:
     raise ValueError(f"unknown kind of grammar {kind!r}")
 
 
-def _check_schema(source: str) -> None:
+def _checked_schema(source: str) -> dict[str, Any]:
+    """The schema as an object, which true is not."""
     try:
         schema = json.loads(source)
     except RecursionError as error:
@@ -56,7 +60,9 @@ def _check_schema(source: str) -> None:
         raise ValueError(f"it is not JSON: {error}") from error
     if schema is False:
         raise ValueError("nothing can match false")
-    if schema is not True and not isinstance(schema, dict):
+    if schema is True:
+        return {}
+    if not isinstance(schema, dict):
         raise ValueError("a JSON schema is an object, true or false")
     level: list[Any] = [schema]
     for _ in range(MAX_JSON_DEPTH):
@@ -67,5 +73,5 @@ def _check_schema(source: str) -> None:
             for child in (value.values() if isinstance(value, dict) else value)
         ]
         if not level:
-            return
+            return schema
     raise ValueError(f"it is more than {MAX_JSON_DEPTH} levels deep")

@@ -229,13 +229,16 @@ def test_whatever_follows_the_masks_of_a_regular_expression_matches(compiler, to
 def test_any_object_and_bounded_white_space(compiler, tokenizer):
     for text, fits in (
         ('{"a": [1, "x", null, {}]}', True),
-        ("{\n" + 60 * " " + '"a": 1}', True),
-        ("{\n" + 90 * " " + '"a": 1}', False),
+        ("{\n" + 30 * " " + '"a": 1}', True),
+        ("{\n" + 40 * " " + '"a": 1}', False),
         ("[]", False),
         ("{} ", False),
     ):
         assert accepts(compiler.matcher("json_object", ""), text, tokenizer) == fits, text
     assert accepts(compiler.matcher("json_schema", "true"), "[1]", tokenizer)
+    tight = json.dumps({"type": "array", "x-guidance": {"whitespace_flexible": False}})
+    assert accepts(compiler.matcher("json_schema", tight), "[1,2]", tokenizer)
+    assert not accepts(compiler.matcher("json_schema", tight), "[ 1,2]", tokenizer)
 
 
 def test_special_tokens_are_no_text(compiler, tokenizer):
