@@ -35,8 +35,8 @@ def model():
 
 # Two sparse layers: 64 keys and values, 4 compressed and 1 coarse key of 2 heads x 8, bfloat16.
 PAGE_BYTES = 2 * (2 * 64 + 5) * 2 * 8 * 2
-# One linear layer's float32 state, and 9 bytes of sampling state per vocabulary entry.
-SLOT_BYTES = 2 * 16 * 16 * 4 + 9 * 100
+# One linear layer's float32 state, 9 bytes of sampling state per vocabulary entry, and a mask of 4 words.
+SLOT_BYTES = 2 * 16 * 16 * 4 + 9 * 100 + 16
 
 
 def test_bytes_per_token_and_request_are_those_of_the_arrays(model):
