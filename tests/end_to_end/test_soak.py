@@ -12,7 +12,8 @@ HELD = Held(files=10, threads=20, mebibytes=500.0, objects=1)
 def test_clients_of_every_kind_leave_nothing_behind():
     report = soak(300)
     assert report["accepted"] > 200
-    assert report["ends"]["abort"] > 20 and report["ends"]["length"] > 50
+    # Far more than are aborted by name: clients that leave.
+    assert report["ends"]["abort"] > 60 and report["ends"]["length"] > 50
     kinds = {"whole", "stream", "malformed", "leaves_a_stream", "leaves_before_the_answer"}
     kinds |= {"runs_out_of_time", "is_held_to_a_grammar", "asks_about_its_prompt"}
     assert kinds | {"aborts_by_name", "reads_slowly", "breaks_off_its_body"} <= report["clients"].keys()

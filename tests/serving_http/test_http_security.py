@@ -79,6 +79,20 @@ def test_no_answer_shows_a_key(serve: Any):
         assert API not in reply.text + str(reply.headers) and ADMIN not in reply.text + str(reply.headers)
 
 
+@pytest.mark.parametrize(
+    ("site", "status"),
+    [("cross-site", 403), ("same-site", 403), ("x", 403), ("same-origin", 200), ("none", 200), (None, 200)],
+)
+def test_pages_of_other_sites_change_nothing(
+    http: httpx.Client, engine: FakeEngine, site: str | None, status: int
+):
+    headers = {} if site is None else {"sec-fetch-site": site}
+    assert http.post("/flush_cache", headers=headers).status_code == status
+    assert engine.flushes == (status == 200)
+    # A link to the page is followed.
+    assert http.get("/", headers=headers).status_code == 200
+
+
 def test_only_this_machine_is_listened_to_by_default():
     assert ServerConfig().host == "127.0.0.1"
 

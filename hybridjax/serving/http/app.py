@@ -22,7 +22,7 @@ from hybridjax.serving.http.content import check_images
 from hybridjax.serving.http.errors import DrainingError, MetricsDisabledError
 from hybridjax.serving.http.generation import Front, Generation, Job, Lifecycle
 from hybridjax.serving.http.metrics import CONTENT_TYPE, Metrics
-from hybridjax.serving.http.middleware import BodyLimit, HostCheck, RequestLog
+from hybridjax.serving.http.middleware import BodyLimit, CrossSiteCheck, HostCheck, RequestLog
 from hybridjax.serving.http.native import NativeRoutes
 from hybridjax.serving.http.native_protocol import (
     AbortRequest,
@@ -70,6 +70,7 @@ def create_app(engine: FrontDoor, tokenizer: TextTokenizer | None, config: Serve
     errors.install(app)
     app.add_middleware(BodyLimit, limit=config.max_request_bytes)
     app.add_middleware(Authentication, config=config)
+    app.add_middleware(CrossSiteCheck)
     app.add_middleware(HostCheck)
     app.add_middleware(RequestLog, model=service.name if config.log_requests else None)
 

@@ -40,6 +40,10 @@ class BadHostError(HybridJaxError):
     """The Host header is no host name or address. Becomes HTTP 400."""
 
 
+class CrossSiteError(HybridJaxError):
+    """A page of another site made a browser send this. Becomes HTTP 403."""
+
+
 class DrainingError(HybridJaxError):
     """The server is shutting down. Becomes HTTP 503."""
 
@@ -71,6 +75,8 @@ def describe(error: Exception, request_id: str) -> tuple[int, dict[str, Any], di
             return 401, body, {"www-authenticate": "Bearer"}
         case BadHostError():
             return 400, error_body(str(error), invalid, code="bad_host"), {}
+        case CrossSiteError():
+            return 403, error_body(str(error), invalid, code="cross_site"), {}
         case BodyTooLargeError():
             return 413, error_body(str(error), invalid, code="request_too_large"), {}
         case UnsupportedMediaTypeError():

@@ -13,6 +13,7 @@ from hybridjax.serving.http.errors import (
     CLIENT_CLOSED_REQUEST,
     BadHostError,
     BodyTooLargeError,
+    CrossSiteError,
     dumps,
     error_response,
 )
@@ -91,6 +92,24 @@ class HostCheck:
             hosts = [value for name, value in scope["headers"] if name == b"host"]
             if len(hosts) > 1 or not all(HOST.fullmatch(host) for host in hosts):
                 error = BadHostError("the Host header must be a name or an address, with or without a port")
+                return await error_response(error, scope)(scope, receive, send)
+        await self.app(scope, receive, send)
+
+
+class CrossSiteCheck:
+    """Refuses what a browser sends for a page of elsewhere, which could not read the answer anyway.
+
+    Most requests are JSON, about which a browser asks first; those without a body it would just send.
+    """
+
+    def __init__(self, app: ASGIApp):
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] == "http" and scope["method"] not in ("GET", "HEAD"):
+            site = Headers(scope=scope).get("sec-fetch-site", "none")
+            if site not in ("same-origin", "none"):
+                error = CrossSiteError("pages of other sites may not use this server")
                 return await error_response(error, scope)(scope, receive, send)
         await self.app(scope, receive, send)
 
