@@ -19,7 +19,7 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from hybridjax.serving.engine import Engine
 from hybridjax.serving.http.app import create_app
 from hybridjax.serving.http.server import HttpServer, listen, reserve
 
-PATIENCE = 300.0
+PATIENCE = 120.0
 CONTEXT = 384
 ENGINE = {
     "context_length": CONTEXT,
@@ -122,6 +122,8 @@ class Clients:
         self._trunk = [self._random.randrange(5, vocab_size) for _ in range(CONTEXT)]
         self._count = 0
         self.outcomes: collections.Counter[str] = collections.Counter()
+        # Ids of requests that nobody waited for, long before they could have ended by themselves.
+        self.left: set[str] = set()
         kinds = (
             (self.whole, 20),
             (self.stream, 18),
@@ -168,9 +170,12 @@ class Clients:
         self._check_stream(reply, body["n"])
 
     async def leaves_a_stream(self) -> None:
-        body = self._body(longest=200) | {"stream": True}
+        body = self._body() | {"stream": True, "max_tokens": 200, "ignore_eos": True}
         reader, writer = await self._open()
         await self._send(writer, "/v1/completions", json.dumps(body).encode())
+        while (line := await reader.readline()).strip():
+            if line.startswith(b"x-request-id: "):
+                self.left.add(line.split()[1].decode())
         for _ in range(self._random.randrange(1, 6)):
             await reader.readline()
         await self._leave(writer)
@@ -422,7 +427,7 @@ def soak(requests: int, seed: int = 0, model: str = "tiny-sala") -> dict[str, An
             server.stop()
         engine.check_integrity()
         preempted = getattr(engine.stats, "preempted", 0)
-    _check(ledger, before, after)
+    _check(ledger, before, after, clients.left)
     return {
         "benchmark": "soak",
         "requests": requests,
@@ -437,11 +442,13 @@ def soak(requests: int, seed: int = 0, model: str = "tiny-sala") -> dict[str, An
     }
 
 
-def _check(ledger: Ledger, before: Held, after: Held) -> None:
+def _check(ledger: Ledger, before: Held, after: Held, left: Collection[str] = ()) -> None:
     require(ledger.ends, "nothing was accepted")
     require(not ledger.late, f"events after the last one: {ledger.late[:5]}")
     wrong = {name: ends for name, ends in ledger.ends.items() if len(ends) != 1}
     require(not wrong, f"requests without exactly one last event: {dict(list(wrong.items())[:5])}")
+    went_on = [name for name, ends in ledger.ends.items() if name[:32] in left and ends != ["abort"]]
+    require(not went_on, f"requests whose client had left went on to their end: {went_on[:5]}")
     reasons = {reason for ends in ledger.ends.values() for reason in ends}
     require(reasons <= {"stop", "length", "abort", "timeout"}, f"requests ended by {reasons}")
     require(after.files <= before.files, f"{after.files - before.files} files stayed open")
