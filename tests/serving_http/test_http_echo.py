@@ -116,7 +116,10 @@ def test_vllms_prompt_logprobs(client: openai.OpenAI, engine: FakeEngine):
     both = complete(client, echo=True, logprobs=3, extra_body={"prompt_logprobs": 1}).choices[0]
     assert both.model_extra["prompt_logprobs"] == EXPECTED
     assert [len(top) for top in both.logprobs.top_logprobs[1:3]] == [4, 4]
-    assert [params.prompt_logprobs for _, params in engine.submitted.values()] == [1, 3]
+    less = complete(client, echo=True, logprobs=1, extra_body={"prompt_logprobs": 3}).choices[0]
+    assert [len(top) for top in less.logprobs.top_logprobs[1:3]] == [2, 2]
+    assert [len(known) for known in less.model_extra["prompt_logprobs"][1:]] == [4, 4]
+    assert [params.prompt_logprobs for _, params in engine.submitted.values()] == [1, 3, 3]
 
 
 def test_prompt_logprobs_of_a_chat(client: openai.OpenAI):

@@ -6,6 +6,7 @@ from typing import Any
 
 import httpx
 import openai
+import pydantic
 import pytest
 from chat_fakes import OPENED, TOOLS, TemplateTokenizer
 from http_fakes import EOS, FakeEngine, RunningServer, saying
@@ -145,6 +146,20 @@ def test_the_client_gathers_what_is_streamed(start: Start, engine: FakeEngine):
     assert choice.finish_reason == "tool_calls" and choice.message.content == "Let me see."
     assert choice.message.tool_calls is not None
     assert [call.function.arguments for call in choice.message.tool_calls] == [PARIS, "{}"]
+
+
+class Weather(pydantic.BaseModel):
+    city: str
+    days: int
+
+
+def test_the_client_parses_arguments(start: Start, engine: FakeEngine):
+    client = start()
+    engine.script = saying(CALL)
+    tool = openai.pydantic_function_tool(Weather, name="get_weather")
+    done = client.chat.completions.parse(model="fake", messages=USER, tools=[tool])
+    [call] = done.choices[0].message.tool_calls or []
+    assert call.function.parsed_arguments == Weather(city="Paris", days=2)
 
 
 def test_the_template_sees_tools_calls_and_results(start: Start, engine: FakeEngine):

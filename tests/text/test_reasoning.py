@@ -28,6 +28,7 @@ def split(text: str, cuts: list[int], **options: bool) -> tuple[Split, bool]:
         ("<think>\nwhy</think>Yes", True, "why", "Yes"),
         ("no </think> thought <think>x</think>", False, "", "no </think> thought <think>x</think>"),
         ("<think></think>\n", False, "", ""),
+        ("\n\na\n\n\nb\n\n</think>\n\n\nc\n", True, "a\n\n\nb", "c\n"),
         ("<think>a</think>b<think>c</think>", False, "a", "b<think>c</think>"),
         ("<think>never ends </thin", False, "never ends </thin", ""),
         ("never ends\n\n", True, "never ends", ""),
