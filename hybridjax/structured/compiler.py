@@ -5,6 +5,7 @@ import concurrent.futures
 import dataclasses
 import logging
 import os
+import sys
 import threading
 from collections.abc import Sequence
 from typing import Any
@@ -32,8 +33,8 @@ class GrammarLimits:
       memory: bytes that this may take.
       mask_seconds: of CPU time for finding out what may come next.
       trial_tokens: tokens of it that are generated to try it out.
-      cached_grammars, cached_bytes: compiled grammars that are kept, and of how much text; a compiled
-        grammar takes some hundred bytes per byte of it.
+      cached_grammars, cached_bytes: grammars that are known to be good, with their first masks, and how
+        many bytes these take; each request compiles its own.
       lexer_fuel, step_fuel, lexer_states, grammar_size, step_items, row_items: llguidance's own limits.
     """
 
@@ -43,10 +44,10 @@ class GrammarLimits:
     mask_seconds: float = 0.5
     trial_tokens: int = 48
     cached_grammars: int = 128
-    cached_bytes: int = 2**20
+    cached_bytes: int = 2**23
     lexer_fuel: int = 200_000
     step_fuel: int = 200_000
-    lexer_states: int = 20_000
+    lexer_states: int = 8000
     grammar_size: int = 200_000
     step_items: int = 50_000
     row_items: int = 2000
@@ -66,15 +67,15 @@ class GrammarLimits:
 
 @dataclasses.dataclass(frozen=True)
 class _Compiled:
-    """A grammar that has been tried out: a matcher to copy, its first mask, whether it may be empty."""
+    """A grammar that has been tried out, in JSON; its first mask, and whether it may be empty."""
 
-    state: Any
+    grammar: str
     mask: bytes
     accepting: bool
 
 
 class GrammarCompiler:
-    """Compiles grammars and keeps some of them, in memory only. Callable from any thread.
+    """Compiles grammars and remembers which are good, in memory only. Callable from any thread.
 
     Args:
       tokenizer: a hybridjax.text.Tokenizer that ``supports`` accepts.
@@ -120,7 +121,7 @@ class GrammarCompiler:
 
     @property
     def cached(self) -> int:
-        """Compiled grammars that are kept."""
+        """Grammars that are remembered."""
         return len(self._cache)
 
     def warm(self) -> None:
@@ -138,7 +139,7 @@ class GrammarCompiler:
         ignore_eos: bool = False,
         min_tokens: int = 0,
     ) -> Matcher:
-        """A matcher for one request. Blocks while the grammar is compiled, unless it is known.
+        """A matcher for one request. Blocks while the grammar is compiled and, if it is new, tried out.
 
         Args:
           kind, source: see hybridjax.serving.api.Grammar.
@@ -152,10 +153,12 @@ class GrammarCompiler:
         """
         compiled = self._compiled(kind, source, field)
         ends = EndTokens(self._eos, stop_tokens, ignore_eos, min_tokens)
-        state, mask, accepting = compiled.state.deep_copy(), compiled.mask, compiled.accepting
+        # Copies of one state share its lexer, and with it the limits and the errors of each other.
+        job = self._workers.submit(self._fresh, compiled.grammar)
         try:
-            return Matcher(state, mask, accepting, self._vocab, ends, self._workers)
-        except HybridJaxError as error:
+            state = job.result(4 * self.limits.seconds)
+            return Matcher(state, compiled.mask, compiled.accepting, self._vocab, ends, self._workers)
+        except (HybridJaxError, TimeoutError) as error:
             raise RequestError(f"{field}: {error}", param=field) from error
 
     def close(self) -> None:
@@ -215,12 +218,19 @@ class GrammarCompiler:
 
     def _build(self, grammar: str) -> _Compiled:
         """Compiles a grammar that has survived the sandbox; in a worker, whose stack is deep."""
-        limits = LLParserLimits(**self.limits.parser())
-        state = LLMatcher(self._tokenizer(), grammar, log_level=0, limits=limits)
+        state = self._fresh(grammar)
         mask = state.compute_bitmask()
         if state.is_error():
             raise HybridJaxError(state.get_error())
-        return _Compiled(state, mask, state.is_accepting())
+        return _Compiled(grammar, mask, state.is_accepting())
+
+    def _fresh(self, grammar: str) -> LLMatcher:
+        """A grammar's state at its start."""
+        limits = LLParserLimits(**self.limits.parser())
+        state = LLMatcher(self._tokenizer(), grammar, log_level=0, limits=limits)
+        if state.is_error():
+            raise HybridJaxError(state.get_error())
+        return state
 
     def _tokenizer(self) -> LLTokenizer:
         with self._lock:
@@ -232,14 +242,13 @@ class GrammarCompiler:
 
     def _keep(self, key: tuple[str, str], compiled: _Compiled) -> None:
         self._cache[key] = compiled
-        self._cached_bytes += _size(key)
+        self._cached_bytes += _size(key, compiled)
         while len(self._cache) > self.limits.cached_grammars or self._cached_bytes > self.limits.cached_bytes:
-            oldest, _ = self._cache.popitem(last=False)
-            self._cached_bytes -= _size(oldest)
+            self._cached_bytes -= _size(*self._cache.popitem(last=False))
 
 
-def _size(key: tuple[str, str]) -> int:
-    return len(key[1]) + 1024
+def _size(key: tuple[str, str], compiled: _Compiled) -> int:
+    return sys.getsizeof(key[1]) + sys.getsizeof(compiled.grammar) + sys.getsizeof(compiled.mask)
 
 
 def _renamed(error: RequestError, field: str) -> str:

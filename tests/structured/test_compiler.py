@@ -148,7 +148,7 @@ def test_waiting_for_others_ends_with_a_full_queue(tokenizer):
 
 
 def test_the_cache_is_bounded_by_count_and_bytes(tokenizer):
-    limits = GrammarLimits(cached_grammars=3, cached_bytes=8000)
+    limits = GrammarLimits(cached_grammars=3, cached_bytes=12_800)
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, EOS, limits)
     built = []
     build = compiler._build
@@ -166,6 +166,23 @@ def test_the_cache_is_bounded_by_count_and_bytes(tokenizer):
         with pytest.raises(RequestError):
             compiler.matcher("regex", "(")
         assert compiler.cached == 0 and not compiler._in_progress
+    finally:
+        compiler.close()
+
+
+def test_requests_of_one_grammar_do_not_share_limits_or_errors(tokenizer):
+    """llguidance's own copies would: once one has used up the lexer's states, all of them fail."""
+    limits = GrammarLimits(lexer_states=100, trial_tokens=3)
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, EOS, limits)
+    try:
+        other = compiler.matcher("regex", "[ab]*a[ab]{9}")
+        with pytest.raises(HybridJaxError, match="too many states"):
+            for seed in range(50):
+                walk(compiler.matcher("regex", "[ab]*a[ab]{9}"), seed, most=300)
+        for matcher in (other, compiler.matcher("regex", "[ab]*a[ab]{9}")):
+            for token in allowed(matcher)[:1] * 3:
+                assert token in allowed(matcher)
+                matcher.accept(token)
     finally:
         compiler.close()
 
