@@ -111,14 +111,24 @@ def masks(compiler: GrammarCompiler, kind: str, source: str, eos: set[int]) -> d
 
 
 def sampling(vocab: int, rows: int) -> dict[str, float]:
-    """Seconds of sampling on the device: greedy rows without masks, with masks, and writing the masks."""
+    """Seconds of sampling on the device, with and without masks, and of writing the masks."""
     state = init_sampler_state(rows + 1, vocab)
     logits = jax.random.normal(jax.random.key(0), (rows, vocab))
     slots, zeros = jnp.arange(1, rows + 1), jnp.zeros(rows, jnp.int32)
     stops = jnp.full((rows, 8), -1, jnp.int32)
     run, out = jax.jit(sample), {}
-    for name, masked in (("plain", 0), ("one masked", 1), ("all masked", rows)):
-        settings = dataclasses.replace(neutral_rows(rows), use_mask=jnp.arange(rows) < masked)
+    for name, heat, masked in (
+        ("greedy", 0.0, 0),
+        ("greedy, one masked", 0.0, 1),
+        ("sampled", 1.0, 0),
+        ("sampled, one masked", 1.0, 1),
+        ("sampled, all masked", 1.0, rows),
+    ):
+        settings = dataclasses.replace(
+            neutral_rows(rows),
+            use_mask=jnp.arange(rows) < masked,
+            temperature=jnp.full(rows, heat, jnp.float32),
+        )
         inputs = logits, settings, state, slots, zeros, stops, zeros
         out[name] = times(lambda x=inputs: jax.block_until_ready(run(*x)), 10)["median"]
     words = np.ones((rows, state.token_mask.shape[1]), np.uint32)
