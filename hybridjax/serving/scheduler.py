@@ -38,6 +38,7 @@ from hybridjax.serving.waiting import WaitingQueue
 # Pages per decoding request that an admission leaves free, also after a preemption until a request ends:
 # without them the newcomer would soon be preempted.
 _SPARE, _SPARE_UNDER_PRESSURE = 1, 4
+_MASK_PATIENCE = 0.005  # seconds; a mask takes a tenth of that
 # Waiting requests among which one is looked for that may overtake a long prompt.
 _OVERTAKERS = 64
 
@@ -433,8 +434,21 @@ class Scheduler:
         )
 
     def _decode_plan(self) -> DecodePlan | None:
+        late = self._late_masks()
+        in_flight = any(request.scheduled != request.computed for request in self.admitted)
+        rows = self._decode_rows([request for request in self._running if request not in late])
+        # Launching waits for masks: better a request misses a step than that others wait with it.
+        if late and not rows and not in_flight:
+            rows = self._decode_rows(late)
+        if not rows:
+            return None
+        self.pace.launched(0, True)
+        return DecodePlan(tuple(rows.values()), max(row.steps for row in rows.values()))
+
+    def _decode_rows(self, requests: Sequence[Request]) -> dict[Request, DecodeRow]:
+        """The steps that these requests can take now; takes pages, preempts, advances ``scheduled``."""
         rows: dict[Request, DecodeRow] = {}
-        for request in list(self._running):
+        for request in requests:
             if request not in self._running:  # preempted for one before it
                 continue
             forced = request.known_tokens(request.scheduled, self.num_decode_steps)
@@ -442,10 +456,19 @@ class Scheduler:
             if steps > 0 and self._make_pages(request, request.scheduled + steps, rows):
                 rows[request] = DecodeRow(request, request.scheduled, steps, forced[:steps], request.epoch)
                 request.scheduled += steps
-        if not rows:
-            return None
-        self.pace.launched(0, True)
-        return DecodePlan(tuple(rows.values()), max(row.steps for row in rows.values()))
+        return rows
+
+    def _late_masks(self) -> list[Request]:
+        """Requests that could decode if their next masks had been computed; these get a moment longer."""
+        until, late = None, []
+        for request in self._running:
+            matcher = request.matcher
+            if matcher is None or request.scheduled != request.computed or matcher.ready:
+                continue
+            until = until or time.monotonic() + _MASK_PATIENCE
+            if not matcher.wait(until - time.monotonic()):
+                late.append(request)
+        return late
 
     def _free_steps(self, request: Request, forced: tuple[int, ...]) -> int:
         """Steps that need no result first: what may follow a grammar's token depends on the token."""

@@ -73,6 +73,10 @@ class Matcher:
         """Whether ``mask`` would return, or raise, at once."""
         return self._next.done()
 
+    def wait(self, seconds: float) -> bool:
+        """Waits until ``ready``, for some seconds at most (none if below 0); whether it is."""
+        return bool(concurrent.futures.wait([self._next], max(0.0, seconds)).done)
+
     def accept(self, token: int) -> None:
         """Takes the next token of the completion.
 

@@ -31,6 +31,20 @@ def decodes(plan) -> list[tuple[str, int, int]]:
     return [(row.request.request_id, row.position, row.steps) for row in plan.rows]
 
 
+class MoodyMatcher:
+    """Its mask is late, again and again."""
+
+    def __init__(self, seed: int):
+        self._draw = np.random.default_rng(seed)
+
+    @property
+    def ready(self) -> bool:
+        return self._draw.random() < 0.6
+
+    def wait(self, seconds: float) -> bool:
+        return self._draw.random() < 0.3
+
+
 class Serving(RuleBasedStateMachine):
     """Random arrivals, aborts, launches and reads against the model's own sequential answer.
 
@@ -93,7 +107,7 @@ class Serving(RuleBasedStateMachine):
         params["min_tokens"] = min(params["min_tokens"], params["max_tokens"])
         request = make_related(f"r{len(self.requests)}", length, fork, **params)
         request.priority, request.cache_salt = priority, salt
-        request.matcher = object() if grammar else None
+        request.matcher = MoodyMatcher(request.prompt_length) if grammar else None
         self.requests.append(request)
         self.tokens[request] = []
         self.scheduler.add(request)
