@@ -57,6 +57,7 @@ class Sandbox:
                 answer = _read(process, self._seconds)
             except (OSError, EOFError, TimeoutError) as error:
                 self._end()
+                self._check_open()
                 raise SandboxError(str(error)) from error
             return json.loads(answer)
         finally:
@@ -72,8 +73,7 @@ class Sandbox:
             self._end()
 
     def _ensure(self) -> subprocess.Popen[bytes]:
-        if self._closed:
-            raise HybridJaxError("grammars are no longer compiled: the engine has been shut down")
+        self._check_open()
         if self._process is not None and self._process.poll() is None:
             return self._process
         self._end()
@@ -93,6 +93,10 @@ class Sandbox:
             self._end()
             raise HybridJaxError(f"the process for new grammars could not be started: {error}") from error
         return process
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise HybridJaxError("grammars are no longer compiled: the engine has been shut down")
 
     def _end(self) -> None:
         process, self._process = self._process, None

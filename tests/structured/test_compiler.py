@@ -147,6 +147,21 @@ def test_waiting_for_others_ends_with_a_full_queue(tokenizer):
         compiler.matcher("regex", "a")
 
 
+def test_closing_ends_what_is_being_tried_out(tokenizer):
+    compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, EOS)
+    compiler.warm()
+    process = compiler._sandbox._process
+    os.kill(process.pid, signal.SIGSTOP)
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        job = pool.submit(compiler.matcher, "regex", "a")
+        while not compiler._in_progress:
+            time.sleep(0.01)
+        compiler.close()
+        assert "shut down" in str(job.exception(60))
+    assert process.poll() is not None and compiler._sandbox._process is None
+    compiler.close()
+
+
 def test_the_cache_is_bounded_by_count_and_bytes(tokenizer):
     limits = GrammarLimits(cached_grammars=3, cached_bytes=12_800)
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, EOS, limits)
