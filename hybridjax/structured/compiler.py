@@ -154,7 +154,10 @@ class GrammarCompiler:
         compiled = self._compiled(kind, source, field)
         ends = EndTokens(self._eos, stop_tokens, ignore_eos, min_tokens)
         # Copies of one state share its lexer, and with it the limits and the errors of each other.
-        job = self._workers.submit(self._fresh, compiled.grammar)
+        try:
+            job = self._workers.submit(self._fresh, compiled.grammar)
+        except RuntimeError as error:
+            raise HybridJaxError("grammars are no longer compiled: it has been shut down") from error
         try:
             state = job.result(4 * self.limits.seconds)
             return Matcher(state, compiled.mask, compiled.accepting, self._vocab, ends, self._workers)

@@ -15,6 +15,7 @@ from hybridjax.errors import HybridJaxError, QueueFullError
 
 _SCRIPT = Path(__file__).with_name("sandbox_process.py")
 _START_SECONDS = 120.0
+MAX_WAITING = 8
 
 
 class SandboxError(Exception):
@@ -33,6 +34,7 @@ class Sandbox:
         self._rules = json.dumps(rules | {"seconds": seconds}).encode()
         self._seconds = seconds
         self._lock = threading.Lock()
+        self._places = threading.Semaphore(MAX_WAITING)
         self._process: subprocess.Popen[bytes] | None = None
         self._closed = False
 
@@ -46,10 +48,19 @@ class Sandbox:
 
         Raises:
           SandboxError: trying it out took too long, too much memory, or crashed.
-          QueueFullError: other grammars are being tried out for too long.
+          QueueFullError: too many others wait, or are being tried out for too long.
         """
-        if not self._lock.acquire(timeout=2 * self._seconds):
+        # Each waiting grammar holds a thread of the server's, which others need.
+        if not self._places.acquire(blocking=False):
             raise QueueFullError("too many new grammars are waiting to be compiled")
+        try:
+            return self._try_out(grammar)
+        finally:
+            self._places.release()
+
+    def _try_out(self, grammar: str) -> str | None:
+        if not self._lock.acquire(timeout=2 * self._seconds):
+            raise QueueFullError("new grammars are taking too long to compile")
         try:
             process = self._ensure()
             try:

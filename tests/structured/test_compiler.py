@@ -12,6 +12,7 @@ from grammar_walks import EOS, accepts, allowed, walk
 
 from hybridjax.errors import HybridJaxError, QueueFullError, RequestError
 from hybridjax.structured import GrammarCompiler, GrammarLimits
+from hybridjax.structured.sandbox import MAX_WAITING
 
 
 def chain(count: int, rule: str, last: str) -> str:
@@ -140,8 +141,14 @@ def test_a_process_that_dies_over_a_grammar_refuses_it(hasty):
 
 def test_waiting_for_others_ends_with_a_full_queue(tokenizer):
     compiler = GrammarCompiler(tokenizer, tokenizer.vocab_size, EOS, GrammarLimits(seconds=1))
-    with compiler._sandbox._lock, pytest.raises(QueueFullError):
-        compiler.matcher("regex", "a")
+    with compiler._sandbox._lock, concurrent.futures.ThreadPoolExecutor(20) as pool:
+        start = time.monotonic()
+        jobs = [pool.submit(compiler.matcher, "regex", "a" * n) for n in range(1, 21)]
+        errors = [job.exception() for job in concurrent.futures.as_completed(jobs)]
+        assert all(isinstance(error, QueueFullError) for error in errors)
+        waited = sum("taking too long" in str(error) for error in errors)
+        assert waited == MAX_WAITING and time.monotonic() - start < 30
+    assert allowed(compiler.matcher("regex", "a"))
     compiler.close()
     with pytest.raises(HybridJaxError, match="shut down"):
         compiler.matcher("regex", "a")
