@@ -4,12 +4,15 @@ The released n-gram table has 320 million rows (qwen4_exp 8.4): too many for mos
 reads few of them. Nothing here needs jax.
 """
 
+import math
 from collections.abc import Sequence
 
 import ml_dtypes
 import numpy as np
 
 from hybridjax.errors import CheckpointError
+
+ALIGNMENT = 64  # bytes, of tables in memory: what XLA expects of arrays on a CPU
 
 _BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _FLOAT8 = np.dtype(ml_dtypes.float8_e4m3fn)
@@ -26,12 +29,16 @@ class HostTable:
         other shards.
       dtype: of the rows handed out.
       total: rows that the shards must add up to; None: any number.
+      in_ram: the only shard is memory of the table's own, aligned for ``MappedMemory``.
 
     Attributes:
       shape: (rows, dim).
       dtype: of the rows handed out.
       stored_dtype: of the shards.
       scale: as given.
+      codes: with ``in_ram`` the whole table as unsigned integers [rows, dim], else None.
+      values: of float8 shards, the 256 codes' values as unsigned integers of the width of ``dtype``; else
+        None.
 
     Raises:
       CheckpointError: the shards do not fit together or not to ``total``, or the scale not to their dtype.
@@ -44,6 +51,7 @@ class HostTable:
         dtype: np.dtype | type,
         *,
         total: int | None = None,
+        in_ram: bool = False,
     ):
         _check_shards(shards, total)
         self.dtype = np.dtype(dtype)
@@ -60,7 +68,8 @@ class HostTable:
         self.shape: tuple[int, int] = (int(self._starts[-1]), shards[0].shape[1])
         # Fancy indexing of numpy's own integers copies whole rows; of ml_dtypes it goes element by element.
         self._codes = tuple(s.view(f"u{s.dtype.itemsize}") for s in shards)
-        self._values = _float8_values(scale, self.dtype) if self.stored_dtype == _FLOAT8 else None
+        self.codes = self._codes[0] if in_ram else None
+        self.values = _float8_values(scale, self.dtype) if self.stored_dtype == _FLOAT8 else None
 
     def gather(self, rows: np.ndarray) -> np.ndarray:
         """Integers [...] -> [..., dim] in ``dtype``.
@@ -98,10 +107,10 @@ class HostTable:
 
     def to_ram(self) -> "HostTable":
         """A copy in one array in memory, made shard by shard."""
-        whole = np.empty(self.shape, self._codes[0].dtype)
+        whole = aligned_empty(self.shape, self._codes[0].dtype)
         for start, codes in zip(self._starts, self._codes):
             whole[start : start + len(codes)] = codes
-        return HostTable([whole.view(self.stored_dtype)], self.scale, self.dtype)
+        return HostTable([whole.view(self.stored_dtype)], self.scale, self.dtype, in_ram=True)
 
     def _gather_shards(self, flat: np.ndarray) -> np.ndarray:
         if self._length:
@@ -122,9 +131,18 @@ class HostTable:
         return found.take(back, axis=0)
 
     def _decode(self, codes: np.ndarray) -> np.ndarray:
-        if self._values is not None:
-            return self._values.take(codes).view(self.dtype)
+        if self.values is not None:
+            return self.values.take(codes).view(self.dtype)
         return codes.view(self.stored_dtype).astype(self.dtype, copy=False)
+
+
+def aligned_empty(shape: tuple[int, ...], dtype: np.dtype | type) -> np.ndarray:
+    """An uninitialised array aligned to ``ALIGNMENT``."""
+    dtype = np.dtype(dtype)
+    size = math.prod(shape) * dtype.itemsize
+    memory = np.empty(size + ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % ALIGNMENT
+    return memory[start : start + size].view(dtype).reshape(shape)
 
 
 def _common_length(shards: Sequence[np.ndarray]) -> int:

@@ -11,7 +11,7 @@ import numpy as np
 from hybridjax.checkpoints.float8 import FLOAT8, single_scale
 from hybridjax.checkpoints.safetensors_file import SafetensorsFile
 from hybridjax.errors import CheckpointError, ConfigError
-from hybridjax.host_table import HostTable
+from hybridjax.host_table import HostTable, aligned_empty
 from hybridjax.models.base import Path, TensorEntry
 from hybridjax.models.qwen4_exp_entries import table_path
 
@@ -61,7 +61,7 @@ def open_table(
     rows = entries[-1].start + entries[-1].shape[0]
     if in_ram:
         shards = [_copied(entries, shards, weights, rows)]
-    return HostTable(shards, scale, np.dtype(dtype), total=rows)
+    return HostTable(shards, scale, np.dtype(dtype), total=rows, in_ram=in_ram)
 
 
 def read_scale(entry: TensorEntry, weights: Mapping[str, SafetensorsFile]) -> float:
@@ -81,7 +81,7 @@ def _copied(
     rows: int,
 ) -> np.ndarray:
     try:
-        out = np.empty((rows, shards[0].shape[1]), shards[0].dtype)
+        out = aligned_empty((rows, shards[0].shape[1]), shards[0].dtype)
     except MemoryError as error:
         size = rows * shards[0].shape[1] * shards[0].itemsize / 2**30
         raise CheckpointError(

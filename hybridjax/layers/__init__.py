@@ -7,7 +7,7 @@ from hybridjax.layers.infllm_attention import InfLLMAttention
 from hybridjax.layers.lightning_attention import LightningAttention
 from hybridjax.layers.linear import DenseWeight, Embedding, Linear
 from hybridjax.layers.mlp import SwiGLU
-from hybridjax.layers.ngram_embedding import NgramEmbedding
+from hybridjax.layers.ngram_embedding import MappedTable, NgramEmbedding
 from hybridjax.layers.norm import CenteredRMSNorm, RMSNorm
 from hybridjax.layers.sparse_moe import DenseExperts, SparseMoE
 from hybridjax.layers.vision import VisionTower
@@ -23,6 +23,7 @@ __all__ = [
     "InfLLMAttention",
     "LightningAttention",
     "Linear",
+    "MappedTable",
     "NgramEmbedding",
     "RMSNorm",
     "SparseMoE",

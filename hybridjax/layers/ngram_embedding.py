@@ -1,9 +1,11 @@
 """The n-gram embedding (PLE): hashed n-grams add to every residual stream, gated by what it holds."""
 
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from hybridjax.batch import Batch, NgramCache
@@ -15,6 +17,29 @@ from hybridjax.ops.causal_conv import causal_conv
 from hybridjax.ops.ngram_hash import NgramHash, ngram_rows, ngram_windows
 
 _SMALLEST_GATE = 1e-6  # of |score|, before its square root
+
+
+class MappedTable(nnx.Module):
+    """A table whose rows stay as they are stored, in memory that the device reads in place.
+
+    Args:
+      codes: unsigned integers [rows, dim], see mapped_memory.MappedMemory.
+      stored_dtype: what the codes are, unless ``values`` says.
+      values: what each of 256 codes stands for, as unsigned integers of the width of ``dtype``.
+      dtype: of the rows.
+    """
+
+    def __init__(self, codes: jax.Array, stored_dtype: Any, values: np.ndarray | None, dtype: jnp.dtype):
+        self.codes = nnx.Param(codes)
+        self.values = None if values is None else nnx.Param(jnp.asarray(values))
+        self.stored_dtype, self.dtype = jnp.dtype(stored_dtype), jnp.dtype(dtype)
+
+    def __call__(self, rows: jax.Array) -> jax.Array:
+        """int32[...] -> [..., dim] in ``dtype``; the same bits as HostTable.gather."""
+        codes = jnp.take(self.codes[...], rows, axis=0, mode="clip")
+        if self.values is not None:
+            return jax.lax.bitcast_convert_type(self.values[...][codes], self.dtype)
+        return jax.lax.bitcast_convert_type(codes, self.stored_dtype).astype(self.dtype)
 
 
 class NgramEmbedding(nnx.Module):
@@ -50,7 +75,8 @@ class NgramEmbedding(nnx.Module):
         self.norm_conv = CenteredRMSNorm(width, eps=eps, dtype=dtype, groups=self.streams)
         self.conv_weight = nnx.Param(jnp.zeros((width, 1, config.ple_conv_kernel_size), dtype))
         size, columns = self.hash.rows, embed // len(self.hash.head_sizes)
-        self.table = Embedding(size, columns, init=init, dtype=dtype, rngs=rngs) if with_table else None
+        table = Embedding(size, columns, init=init, dtype=dtype, rngs=rngs) if with_table else None
+        self.table: Embedding | MappedTable | None = nnx.data(table)
 
     def __call__(
         self,

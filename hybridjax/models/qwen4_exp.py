@@ -28,6 +28,7 @@ from hybridjax.layers import (
     GatedResidual,
     IndexedAttention,
     Linear,
+    MappedTable,
     NgramEmbedding,
     SparseMoE,
 )
@@ -219,6 +220,12 @@ class Qwen4Exp(nnx.Module):
     def _ples(self) -> list[NgramEmbedding]:
         """The n-gram embeddings in order of depth."""
         return [layer.ple for layer in self.layers if layer.ple is not None]
+
+    def use_tables(self, tables: Sequence[MappedTable]) -> None:
+        """Gives each PLE layer a table that the device reads in place of ``host_tables``."""
+        for ple, table in zip(self._ples(), tables, strict=True):
+            ple.table = table
+        self.ngram_table, self.host_tables = "mapped", None
 
     @property
     def layers_before_ngrams(self) -> int:

@@ -24,6 +24,7 @@ from hybridjax.ops.sampling import init_sampler_state, neutral_rows, reset_slot,
 from hybridjax.serving.api import MAX_LOGIT_BIAS
 from hybridjax.serving.decode_parts import DecodeParts
 from hybridjax.serving.image_features import ImageFeatures
+from hybridjax.serving.mapped_tables import map_tables
 from hybridjax.serving.ngram_rows import NgramRows
 from hybridjax.serving.plan import (
     DecodeRow,
@@ -96,6 +97,7 @@ class ModelRunner:
         self.vocab_size = model.config.vocab_size
         self.context_length = sizes.context_length
         self._ngrams = None
+        self._mapped = map_tables(model)
         if getattr(model, "host_tables", None):
             self._ngrams = NgramRows(model.ngram_hashes, model.host_tables, sizes.num_slots)
         # Without the tokens of one step the host cannot look up the n-grams of the next.
@@ -210,10 +212,14 @@ class ModelRunner:
 
     def close(self) -> None:
         """Frees the device arrays; idempotent."""
+        if self._mapped and self._state is not None:
+            jax.block_until_ready(self._state)  # no step may still read the memory
         self._drop_state()
         for leaf in jax.tree.leaves(self._parameters):
             if not leaf.is_deleted():
                 leaf.delete()
+        for memory in self._mapped:
+            memory.close()
         self._programs.clear()
 
     def slot_state(self, slot: int) -> list[np.ndarray]:
