@@ -41,7 +41,7 @@ class StateMemory:
 
         Args:
           request: holds nothing yet.
-          match: see ``match``.
+          match: what ``match`` has just found.
           tokens: prompt and what is known of the completion.
           spare: pages that must be left over.
 
@@ -58,6 +58,8 @@ class StateMemory:
             self.pages.release(shared)
             if slot is not None:
                 self.slots.release(slot)
+            if self.cache is not None:
+                self.cache.undo(match)
             return False
         request.pages, request.slot = shared + fresh, slot
         return True

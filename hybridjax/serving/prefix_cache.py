@@ -116,6 +116,11 @@ class PrefixCache:
         pages = tuple(n.page for n in path[:depth])
         return Match(depth * self._page_size, pages, node.snapshot, branch)
 
+    def undo(self, match: Match) -> None:
+        """Ends the protection of what ``match`` found last: the prompt is not admitted after all."""
+        if match.tokens:
+            self._locked.pop().locks -= 1
+
     def unlock(self) -> None:
         """Ends the protection of all snapshots matched so far: the steps that read them are launched."""
         for node in self._locked:

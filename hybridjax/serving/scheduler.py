@@ -19,7 +19,6 @@ Lengths advance twice, because a step is launched before the previous one has be
 
 import collections
 import dataclasses
-import heapq
 import itertools
 import math
 import time
@@ -27,6 +26,7 @@ from collections.abc import Callable, Sequence
 
 from hybridjax.batch import TILE
 from hybridjax.serving.api import FinishReason
+from hybridjax.serving.deadlines import Deadlines
 from hybridjax.serving.memory import StateMemory
 from hybridjax.serving.pacing import Pace
 from hybridjax.serving.plan import DecodePlan, DecodeRow, Plan, PrefillPlan, PrefillRow
@@ -118,8 +118,7 @@ class Scheduler:
         self._refused_at = -1
         self._under_pressure = False
         self._preempted = 0
-        self._deadlines: list[tuple[float, int, bool, Request]] = []
-        self._serial = itertools.count()
+        self._deadlines = Deadlines()
 
     @property
     def num_waiting(self) -> int:
@@ -146,10 +145,9 @@ class Scheduler:
         self._waiting.add(request)
         self._changes += 1
         if request.deadline is not None:
-            heapq.heappush(self._deadlines, (request.deadline, next(self._serial), False, request))
+            self._deadlines.add(request.deadline, request)
         if self._queue_timeout is not None:
-            due = request.arrival + self._queue_timeout
-            heapq.heappush(self._deadlines, (due, next(self._serial), True, request))
+            self._deadlines.add(request.arrival + self._queue_timeout, request, only_waiting=True)
 
     def fits(self, request: Request) -> bool:
         """Whether the request can finish when nothing else runs. Modifies nothing."""
@@ -157,12 +155,7 @@ class Scheduler:
 
     def expired(self) -> list[Request]:
         """Unfinished requests past their deadline or waiting for too long; each is told once."""
-        found = []
-        while self._deadlines and self._deadlines[0][0] <= self._clock():
-            _, _, only_waiting, request = heapq.heappop(self._deadlines)
-            if request.finish_reason is None and not (only_waiting and request.admitted is not None):
-                found.append(request)
-        return found
+        return self._deadlines.expired(self._clock())
 
     def next_plan(self) -> Plan | None:
         """The next step to launch, or None if every request waits for results or there is none.
@@ -216,6 +209,7 @@ class Scheduler:
         request.finish_reason = reason
         self._changes += 1
         self._under_pressure = self._under_pressure and not request.slot
+        self._deadlines.forget(request)
         self._waiting.forget(request)
         self._prefilling.pop(request, None)
         self._running.pop(request, None)

@@ -71,7 +71,8 @@ class WaitingQueue:
         if not self._order:
             return None
         top, _, earliest = self._order[0]
-        if self._policy == "fcfs" or self._passed == (earliest, _PATIENCE):
+        passed, count = self._passed
+        if self._policy == "fcfs" or (passed is earliest and count >= _PATIENCE):
             return earliest
         candidates = [request for rank, _, request in self._order[:_MATCHED] if rank == top]
         # max keeps the first of equals, which came first.

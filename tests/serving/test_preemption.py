@@ -1,6 +1,8 @@
 """Memory runs out, priorities, deadlines and long prompts: who goes first, who gives back, who overtakes."""
 
+import gc
 import time
+import weakref
 
 import pytest
 from serving_fakes import (
@@ -312,3 +314,48 @@ def test_decoding_goes_first_while_prefill_owes():
     last = max(i for i, kind in enumerate(kinds) if kind is PrefillPlan)
     prefill = sum(kind is PrefillPlan for kind in kinds[: last + 1])
     assert prefill * 0.05 <= 1.5 * (last + 1 - prefill) * 0.01 + 0.1
+
+
+def test_a_request_that_does_not_fit_protects_no_cached_pages():
+    """Else what decodes is preempted for pages that nobody uses, again and again."""
+    driver = Driver(num_pages=11, prefix_caching=True)
+    known = make_related("known", 449, 449, max_tokens=1)
+    driver.scheduler.add(known)
+    driver.finish(known)
+    assert driver.scheduler.memory.cache.num_pages == 7
+    decoding = make_related("decoding", 65, 0, max_tokens=200, ignore_eos=True)
+    driver.scheduler.add(decoding)
+    driver.step()
+    again = make_related("again", 449, 449, max_tokens=60, ignore_eos=True)
+    driver.scheduler.add(again)
+    driver.finish(decoding, again)
+    assert driver.scheduler.stats().preempted == 0
+
+
+def test_a_long_prompt_that_others_overtake_is_passed_over_no_more_than_any_other():
+    driver = Driver(prefix_caching=True, policy="lpm", max_running=3, num_pages=200)
+    warm = make_related("warm", 300, 300, max_tokens=1)
+    driver.scheduler.add(warm)
+    driver.finish(warm)
+    longs = [make_related(f"long{i}", 630, 0, max_tokens=1) for i in range(2)]
+    for request in longs:
+        driver.scheduler.add(request)
+    for i in range(400):
+        driver.scheduler.add(make_related(f"s{i}", 300, 290, max_tokens=1))
+        driver.step()
+    assert all(request.finish_reason for request in longs)
+
+
+def test_ended_requests_are_not_kept_for_their_deadlines():
+    scheduler = scheduler_of(queue_timeout=1e6, num_pages=400, num_slots=99, max_running=64)
+    kept = []
+    for i in range(50):
+        request = make_related(f"r{i}", 20, 0, max_tokens=1)
+        request.deadline = 1e9
+        scheduler.add(request)
+        kept.append(weakref.ref(request))
+    for request in [ref() for ref in kept]:
+        scheduler.finish(request, "abort")
+    del request
+    gc.collect()
+    assert [ref for ref in kept if ref() is not None] == []
