@@ -2,10 +2,14 @@
 
     python -m benchmarks.kernels [--ops simple_gla_decode,...] [--sizes 1,8,64,256] [--tune]
 
+Sizes are rows (decode), tokens (prefill) or trees of 16 nodes (verify, commit: paths of 5).
+
 Each implementation is first compared with a float64 recurrence; a wrong one is not timed. A time is that of
 one call among many in one program, which XLA replays as a CUDA graph: gaps between kernels count, launches
-from the host do not. The pool is donated from call to call. Peers: the figures of PEERS, replayed CUDA graphs
-taken on another day on such a GPU. Limit: the bytes of a call over the copy bandwidth measured in this run.
+from the host do not. The pool is donated from call to call; verification, which writes none, is called with
+other queries each time, and what depends on the tree alone is computed once in a program. Peers: the figures
+of PEERS, replayed CUDA graphs taken on another day on such a GPU. Limit: the bytes of a call over the copy
+bandwidth measured in this run.
 """
 
 import argparse
@@ -25,6 +29,7 @@ from benchmarks.common import copy_bandwidth, environment, finish
 from hybridjax.batch import TILE
 from hybridjax.ops.dispatch import OPS
 from hybridjax.ops.simple_gla import decay_slopes
+from hybridjax.ops.tree import tree_ancestors
 
 SIZE, HEADS, KEY_HEADS, VALUE_HEADS = 128, 32, 16, 48
 SCALE = SIZE**-0.5
@@ -37,15 +42,24 @@ PEERS = {
     "gated_delta_prefill": {2048: (201.0, 97.6), 8192: (688.0, 363.2), 32768: (2766.0, 1292.0)},
 }
 
+SIZES = {
+    **PEERS,
+    **dict.fromkeys(("simple_gla_verify", "gated_delta_verify", "recurrent_commit"), (1, 8, 64)),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Operands of one call; ``pool``: the index of the pool among them; ``moved``: the bytes it must move."""
+    """Operands of one call; ``pool``: the index of the pool among them; ``moved``: the bytes it must move.
+
+    ``gives``: what comes out, outputs and then the pool, or only one of them.
+    """
 
     operands: tuple[jax.Array, ...]
     options: dict
     pool: int
     moved: int
+    gives: str = "both"
 
 
 def _draw(key: int, shapes: list[tuple[int, ...]], dtype) -> list[jax.Array]:
@@ -104,82 +118,197 @@ def gated_delta_prefill(tokens: int, key: int = 0) -> Case:
     return Case(operands, {}, 5, moved)
 
 
+NODES, PATH = 16, 5
+
+
+def _tree(trees: int, key: int) -> tuple[np.ndarray, jax.Array]:
+    """Parents of random trees of 16 nodes, each one of the four nodes before, and positions."""
+    rng = np.random.default_rng(key)
+    parent = np.full((trees, NODES), -1, np.int32)
+    positions = np.full((trees, NODES), 7, np.int32)
+    for row, where in zip(parent, positions):
+        for n in range(1, NODES):
+            row[n] = rng.integers(max(0, n - 4), n)
+            where[n] = where[row[n]] + 1
+    return parent, jnp.asarray(positions)
+
+
+def _node_bytes(heads: int) -> int:
+    return NODES * heads * SIZE
+
+
+def simple_gla_verify(trees: int, key: int = 0) -> Case:
+    q, k, v = _draw(key, [(trees, NODES, HEADS, SIZE)] * 3, jnp.bfloat16)
+    (pool,) = _draw(key + 1, [(trees + 2, HEADS, SIZE, SIZE)], jnp.float32)
+    parent, positions = _tree(trees, key)
+    slot, _ = _decode_rows(trees, key)
+    slopes, ancestors = jnp.asarray(decay_slopes(HEADS)), tree_ancestors(jnp.asarray(parent))
+    moved = trees * (HEADS * SIZE * SIZE * 4 + _node_bytes(HEADS) * (3 * 2 + 4))
+    return Case((q, k, v, slopes, pool, slot, positions, ancestors), {"scale": SCALE}, 4, moved, "outputs")
+
+
+def gated_delta_verify(trees: int, key: int = 0) -> Case:
+    q, k = _draw(key, [(trees, NODES, KEY_HEADS, SIZE)] * 2, jnp.bfloat16)
+    (v,) = _draw(key + 2, [(trees, NODES, VALUE_HEADS, SIZE)], jnp.bfloat16)
+    (pool,) = _draw(key + 1, [(trees + 2, VALUE_HEADS, SIZE, SIZE)], jnp.float32)
+    g, beta = (x.reshape(trees, NODES, VALUE_HEADS) for x in _gates(key, trees * NODES))
+    parent, positions = _tree(trees, key)
+    slot, _ = _decode_rows(trees, key)
+    moved = trees * (VALUE_HEADS * SIZE * SIZE * 4 + _node_bytes(VALUE_HEADS) * (2 + 2 * 4))
+    moved += trees * _node_bytes(KEY_HEADS) * 4
+    operands = (q, k, v, g, beta, pool, slot, positions, tree_ancestors(jnp.asarray(parent)))
+    return Case(operands, {}, 5, moved, "outputs")
+
+
+def recurrent_commit(trees: int, key: int = 0) -> Case:
+    (k,) = _draw(key, [(trees, NODES, KEY_HEADS, SIZE)], jnp.bfloat16)
+    (d,) = _draw(key + 2, [(trees, NODES, VALUE_HEADS, SIZE)], jnp.float32)
+    (pool,) = _draw(key + 1, [(trees + 2, VALUE_HEADS, SIZE, SIZE)], jnp.float32)
+    g = _gates(key, trees * NODES)[0].reshape(trees, NODES, VALUE_HEADS)
+    parent, positions = _tree(trees, key)
+    path = np.full((trees, PATH), -1, np.int32)
+    for row, mine in zip(path, parent):
+        nodes = [NODES - 1]
+        while mine[nodes[-1]] >= 0:
+            nodes.append(mine[nodes[-1]])
+        row[: len(nodes)] = nodes[::-1][:PATH]
+    slot, _ = _decode_rows(trees, key)
+    moved = trees * (VALUE_HEADS * SIZE * (2 * SIZE + PATH) * 4 + PATH * KEY_HEADS * SIZE * 2)
+    return Case((k, d, g, pool, slot, positions, jnp.asarray(path)), {}, 3, moved, "pool")
+
+
 CASES = {
-    f.__name__: f for f in (simple_gla_decode, gated_delta_decode, simple_gla_prefill, gated_delta_prefill)
+    f.__name__: f
+    for f in (
+        simple_gla_decode,
+        gated_delta_decode,
+        simple_gla_prefill,
+        gated_delta_prefill,
+        simple_gla_verify,
+        gated_delta_verify,
+        recurrent_commit,
+    )
 }
 
 
-def recurrence(name: str, case: Case) -> tuple[np.ndarray, np.ndarray]:
-    """float64 outputs of all rows and the state of the last row's sequence, token by token."""
+def recurrence(name: str, case: Case) -> list[np.ndarray]:
+    """What an op gives, in float64 token by token: outputs of all rows or nodes, the pool."""
     values = [np.asarray(x.astype(jnp.float32), np.float64) for x in case.operands]
+    pool, slot = values[case.pool].copy(), values[case.pool + 1].astype(int)
+    if name == "recurrent_commit":
+        k, d, g, path = values[0], values[1], values[2], values[-1].astype(int)
+        k = np.repeat(k, d.shape[2] // k.shape[2], axis=2)
+        for row, own in enumerate(slot):
+            for n in path[row][path[row] >= 0]:
+                added = k[row, n][:, :, None] * d[row, n][:, None, :]
+                pool[own] = np.exp(g[row, n])[:, None, None] * pool[own] + added
+        return [pool]
     simple = name.startswith("simple_gla")
-    pool, slot = values[case.pool], values[case.pool + 1].astype(int)
-    positions = values[-1].astype(int)
     q, k, v = values[:3]
+    norms = np.ones(k.shape[:-1])
     if simple:
-        decay = np.broadcast_to(np.exp(-values[3]), q.shape[:2])
-        q = q * case.options["scale"]
+        decay = np.broadcast_to(np.exp(-values[3]), q.shape[:-1])
+        q, beta = q * case.options["scale"], decay
     else:
         decay, beta = np.exp(values[3]), values[4]
+        norms = 1 / np.sqrt((k * k).sum(-1) + 1e-6)
         q, k = (x / np.sqrt((x * x).sum(-1, keepdims=True) + 1e-6) for x in (q, k))
-        q, k = (np.repeat(x, v.shape[1] // x.shape[1], axis=1) for x in (q * SIZE**-0.5, k))
-    pool, out = pool.copy(), []
-    for row, position in enumerate(positions):
+        q = q * SIZE**-0.5
+        share = v.shape[-2] // k.shape[-2]
+        q, k, norms = np.repeat(q, share, axis=-2), np.repeat(k, share, axis=-2), np.repeat(norms, share, -1)
+
+    def token(state, at):
+        state = decay[at][:, None, None] * state
+        known = np.einsum("hk,hkv->hv", k[at], state)
+        target = v[at] if simple else beta[at][:, None] * (v[at] - known)
+        state = state + k[at][:, :, None] * target[:, None, :]
+        return state, np.einsum("hk,hkv->hv", q[at], state), norms[at][:, None] * target
+
+    out, given = np.zeros(v.shape), np.zeros(v.shape)
+    if name.endswith("verify"):
+        ancestors = values[-1].astype(bool)
+        for at in np.ndindex(v.shape[:2]):
+            state = pool[slot[at[0]]]
+            for n in np.flatnonzero(ancestors[at]):
+                state, out[at], given[at] = token(state, (at[0], n))
+        return [out] if simple else [out, given]
+    for row, position in enumerate(values[-1].astype(int)):
         own = slot[row if name.endswith("decode") else 0]
-        state = decay[row][:, None, None] * (0.0 if position == 0 else pool[own])
-        target = v[row] if simple else beta[row][:, None] * (v[row] - np.einsum("hk,hkv->hv", k[row], state))
-        pool[own] = state + k[row][:, :, None] * target[:, None, :]
-        out.append(np.einsum("hk,hkv->hv", q[row], pool[own]))
-    return np.array(out), pool
+        pool[own], out[row], _ = token(0.0 * pool[own] if position == 0 else pool[own], row)
+    return [out, pool]
 
 
 def error(name: str, function: Callable, size: int) -> float:
     """Largest relative error of the outputs of a row and head, and of a head's state."""
     case = CASES[name](size, key=5)
-    want, got, again = (
-        (out, pool[1:])  # slot 0 is scratch
-        for out, pool in (recurrence(name, case), *(jax.jit(function)(*case.operands) for _ in range(2)))
-    )
+
+    def results(got) -> list:
+        got = list(got) if isinstance(got, tuple) else [got]
+        return got if case.gives == "outputs" else [*got[:-1], got[-1][1:]]  # slot 0 is scratch
+
+    want = results(tuple(recurrence(name, case)))
+    got, again = (results(jax.jit(function)(*case.operands)) for _ in range(2))
     assert all(bool((a == b).all()) for a, b in zip(got, again)), "two runs differ"
-    distance = [np.linalg.norm(np.asarray(g) - w, axis=-1) for g, w in zip(got, want)]
+    distance = [np.linalg.norm(np.asarray(g) - w, axis=-1) for g, w in zip(got, want, strict=True)]
     scale = [np.linalg.norm(w, axis=-1).mean(axis=-1, keepdims=True) for w in want]
     return float(max((d / s).max() for d, s in zip(distance, scale)))
 
 
-def microseconds(function: Callable, case: Case, repeats: int) -> tuple[float, float]:
+def microseconds(function: Callable, case: Case, repeats: int, profile: bool = True) -> tuple[float, float]:
     """Median time of one call inside programs of many, and the time that its kernels run; see the module."""
     calls = max(8, min(200, int(6e9 / case.moved)))
 
-    @functools.partial(jax.jit, donate_argnums=case.pool)
+    if case.gives == "outputs":
+        return _unchained(function, case, repeats, calls)
+
     def many(*operands):
         out = None
         for _ in range(calls):
-            out, pool = function(*operands)
+            out, pool = function(*operands) if case.gives == "both" else (None, function(*operands))
             operands = (*operands[: case.pool], pool, *operands[case.pool + 1 :])
         return out, operands[case.pool]
 
+    donating = jax.jit(many, donate_argnums=case.pool)
     operands = list(case.operands)
     operands[case.pool] = operands[case.pool] + 0
     samples, queued = [], 4
     for sample in range(repeats + 2):
         start = time.perf_counter()
         for _ in range(queued):
-            out, operands[case.pool] = many(*operands)
-        jax.block_until_ready(out)
+            _, operands[case.pool] = donating(*operands)
+        jax.block_until_ready(operands[case.pool])
         if sample > 1:
             samples.append((time.perf_counter() - start) / queued / calls)
-    if jax.default_backend() == "cpu":
+    if jax.default_backend() == "cpu" or not profile:
         return 1e6 * statistics.median(samples), float("nan")
-    _, kernels = profiler.measure(jax.jit(many.__wrapped__), aggregate=False)(*operands)
+    kernels = profiler.measure(jax.jit(many), aggregate=False)(*operands)[1] or []
     # Without donation the program begins with a copy of the pool.
     running = sum(ms for i, (name, ms) in enumerate(kernels) if i > 0 or "copy" not in name.lower())
     return 1e6 * statistics.median(samples), 1e3 * running / calls
 
 
+def _unchained(function: Callable, case: Case, repeats: int, calls: int) -> tuple[float, float]:
+    """The same for calls that do not depend on each other: each has queries of its own."""
+    queries = [case.operands[0] + i for i in range(calls)]
+    many = jax.jit(lambda queries, rest: [function(q, *rest) for q in queries])
+    samples = []
+    for sample in range(repeats + 2):
+        start = time.perf_counter()
+        for _ in range(4):
+            out = many(queries, case.operands[1:])
+        jax.block_until_ready(out)
+        if sample > 1:
+            samples.append((time.perf_counter() - start) / 4 / calls)
+    if jax.default_backend() == "cpu":
+        return 1e6 * statistics.median(samples), float("nan")
+    kernels = profiler.measure(many, aggregate=False)(queries, case.operands[1:])[1] or []
+    return 1e6 * statistics.median(samples), 1e3 * sum(ms for _, ms in kernels) / calls
+
+
 def candidates(name: str, tune: bool) -> dict[str, Callable]:
     """Implementations of an op by name; with ``tune`` also variants of its kernel."""
     found = {item: functools.partial(OPS[name], implementation=item) for item in OPS[name].names}
-    if not name.endswith("decode"):
+    if name.endswith(("prefill", "verify")):
         del found["reference"]  # a token at a time
     if tune:
         from hybridjax.pallas_kernels import catalog
@@ -198,6 +327,7 @@ def main() -> int:
     parser.add_argument("--implementations", default="")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--tune", action="store_true")
+    parser.add_argument("--no-profile", action="store_true", help="leave out the kernels' own times")
     options = parser.parse_args()
 
     bandwidth = copy_bandwidth(2**31 if jax.default_backend() != "cpu" else 2**26)
@@ -218,16 +348,17 @@ def measure(name: str, label: str, function: Callable, options, bandwidth: float
     rows = []
     try:
         make = CASES[name]
-        check = 7 if name.endswith("decode") else 5 * TILE
+        check = 5 * TILE if name.endswith("prefill") else 7
         wrong = error(name, functools.partial(function, **make(check).options), check)
         print(f"{name} {label}: largest relative error {wrong:.1e}", flush=True)
         if not wrong < 0.02:
             return []
-        for size in [int(s) for s in options.sizes.split(",") if s] or PEERS[name]:
+        for size in [int(s) for s in options.sizes.split(",") if s] or SIZES[name]:
             case = make(size)
-            took, running = microseconds(functools.partial(function, **case.options), case, options.repeats)
+            call = functools.partial(function, **case.options)
+            took, running = microseconds(call, case, options.repeats, not options.no_profile)
             limit = case.moved / bandwidth * 1e6
-            peers = PEERS[name].get(size, ())
+            peers = PEERS.get(name, {}).get(size, ())
             beside = ", ".join(f"{took / peer:.2f} x {peer} us" for peer in peers)
             print(
                 f"{name:20s} {size:6d} {label:28s} {took:9.1f} us ({running:.1f} in kernels), "

@@ -4,7 +4,12 @@ from hybridjax.ops.block_attention import block_attention
 from hybridjax.ops.causal_conv import causal_conv
 from hybridjax.ops.dispatch import OPS, Op, override, parse_override
 from hybridjax.ops.experts import experts
-from hybridjax.ops.gated_delta import gated_delta_decode, gated_delta_prefill, gated_delta_whole
+from hybridjax.ops.gated_delta import (
+    gated_delta_decode,
+    gated_delta_prefill,
+    gated_delta_verify,
+    gated_delta_whole,
+)
 from hybridjax.ops.history import history
 from hybridjax.ops.index_loss import attention_by_block, index_loss
 from hybridjax.ops.index_selection import SharedBlocks, select_index_blocks
@@ -14,7 +19,13 @@ from hybridjax.ops.norms import centered_rms_norm, gated, gated_rms_norm, rms_no
 from hybridjax.ops.rotary import rotary
 from hybridjax.ops.router import load_balancing_loss, route
 from hybridjax.ops.segment_attention import segment_attention
-from hybridjax.ops.simple_gla import simple_gla_decode, simple_gla_prefill, simple_gla_whole
+from hybridjax.ops.simple_gla import (
+    simple_gla_decode,
+    simple_gla_prefill,
+    simple_gla_verify,
+    simple_gla_whole,
+)
+from hybridjax.ops.tree import recurrent_commit, tree_ancestors, tree_history, tree_history_commit
 
 __all__ = [
     "OPS",
@@ -29,6 +40,7 @@ __all__ = [
     "gated",
     "gated_delta_decode",
     "gated_delta_prefill",
+    "gated_delta_verify",
     "gated_delta_whole",
     "gated_rms_norm",
     "history",
@@ -38,6 +50,7 @@ __all__ = [
     "ngram_windows",
     "override",
     "parse_override",
+    "recurrent_commit",
     "rms_norm",
     "rotary",
     "route",
@@ -46,7 +59,11 @@ __all__ = [
     "select_index_blocks",
     "simple_gla_decode",
     "simple_gla_prefill",
+    "simple_gla_verify",
     "simple_gla_whole",
     "swiglu",
+    "tree_ancestors",
+    "tree_history",
+    "tree_history_commit",
     "update_compressed",
 ]

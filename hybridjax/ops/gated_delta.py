@@ -12,6 +12,7 @@ import jax.numpy as jnp
 
 from hybridjax.batch import TILE
 from hybridjax.ops.dispatch import Op, architecture, tiles_at_once
+from hybridjax.ops.tree import first_position, live_states, path_decays, replay
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 _NORM_EPS = 1e-6
@@ -310,11 +311,96 @@ def _gated_delta_prefill_chunked(
     return jnp.swapaxes(out, 1, 2).reshape(positions.shape[0], *v.shape[1:]), pool
 
 
-def _decode_kernel_fits(q, k, v, g, beta, pool, *rest) -> bool:
-    """What the GPU kernel holds: heads of 128 in float32. It was verified on Hopper only."""
+def _gated_delta_verify(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    g: jax.Array,
+    beta: jax.Array,
+    pool: jax.Array,
+    slot: jax.Array,
+    positions: jax.Array,
+    ancestors: jax.Array,
+) -> tuple[jax.Array, jax.Array]:
+    """Outputs of draft trees' nodes, each as if its ancestors had been decoded before it; writes nothing.
+
+    Args:
+      q, k: [B, N, Hk, Dk]; v: [B, N, Hv, Dv]; g, beta: float32[B, N, Hv].
+      pool: float32[slots, Hv, Dk, Dv]; slot: int32[B].
+      positions: int32[B, N], -1 for padding; a tree that starts at position 0 starts from a zero state.
+      ancestors: bool[B, N, N] of tree.tree_ancestors; parents come before children.
+
+    Returns:
+      outputs and corrections, float32[B, N, Hv, Dv], zero for padding. The corrections, here divided by the
+      norms of the keys, are the d of tree.recurrent_commit, beside the raw keys and g.
+    """
+    operands = _operands(q, k, v, g, beta)
+    norms = _per_value_head(jax.lax.rsqrt(_square_sum(k) + _NORM_EPS), v.shape[-2], -1)
+
+    def token(state, q, k, v, g, beta, norm):
+        known = jnp.exp(g)[..., None] * jnp.sum(k[..., :, None] * state, axis=-2)
+        after, out = _token(state, q, k, v, g, beta)
+        return after, (out, (norm * beta)[..., None] * (v - known))
+
+    state = live_states(pool, slot, first_position(positions))
+    return replay(token, state, (*operands, norms), ancestors, positions >= 0)
+
+
+def _square_sum(x: jax.Array) -> jax.Array:
+    wide = x.astype(jnp.float32)
+    return jnp.sum(wide * wide, axis=-1)
+
+
+def _gated_delta_verify_solved(q, k, v, g, beta, pool, slot, positions, ancestors):
+    """Reads the state once: the corrections of all nodes solve a system over the matrix of ancestors."""
+    live = positions >= 0
+    nodes, heads = v.shape[1:3]
+    size = _SOLVE_BLOCK
+    while size < nodes:
+        size *= 2
+    rows = live[:, :, None, None]
+    q, k, v = (jnp.where(rows, x, jnp.zeros((), x.dtype)) for x in (q, k, v))
+    norms = _per_value_head(jax.lax.rsqrt(_square_sum(k) + _NORM_EPS), heads, -1)
+    beta = jnp.where(live[:, :, None], beta, 0.0)
+    q, k, v, g, beta = _operands(q, k, v, g, beta)
+    q, k, v, beta, norms = (jnp.swapaxes(x, 1, 2) for x in (q, k, v, beta, norms))
+    state = live_states(pool, slot, first_position(positions))
+    reach, decay = path_decays(ancestors, live, g)
+    strict = jnp.where(jnp.eye(nodes, dtype=bool), 0.0, decay)
+    system = beta[..., None] * _matmul(k, jnp.swapaxes(k, 2, 3)) * strict
+    pad = [(0, 0), (0, 0), (0, size - nodes), (0, size - nodes)]
+    inverse = _unit_lower_inverse(jnp.pad(system, pad))[..., :nodes, :nodes]
+    error = beta[..., None] * (v - reach[..., None] * _matmul(k, state))
+    corrections = _matmul(inverse, error)
+    scores = _matmul(q, jnp.swapaxes(k, 2, 3)) * decay
+    out = reach[..., None] * _matmul(q, state) + _matmul(scores, corrections)
+    out, corrections = (jnp.swapaxes(x, 1, 2) for x in (out, norms[..., None] * corrections))
+    return jnp.where(rows, out, 0.0), jnp.where(rows, corrections, 0.0)
+
+
+def _kernel_states(q, k, v, g, beta, pool) -> bool:
+    """What the GPU kernels hold: heads of 128 in float32. They were verified on Hopper only."""
     heads = q.shape[-1] == v.shape[-1] == 128 and q.dtype == k.dtype == v.dtype
-    floats = q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32) and g.dtype == beta.dtype == jnp.float32
-    return architecture() == "sm_90" and heads and floats and pool.dtype == jnp.float32
+    gates = g.dtype == beta.dtype == jnp.float32
+    return architecture() == "sm_90" and heads and gates and pool.dtype == jnp.float32
+
+
+def _decode_kernel_fits(q, k, v, g, beta, pool, *rest) -> bool:
+    return _kernel_states(q, k, v, g, beta, pool) and q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
+
+
+def _verify_kernel_fits(q, k, v, g, beta, pool, *rest, **options) -> bool:
+    return _prefill_kernel_fits(q, k, v, g, beta, pool) and q.shape[1] <= 64
+
+
+def _prefill_kernel_fits(q, k, v, g, beta, pool, *rest, **options) -> bool:
+    return _kernel_states(q, k, v, g, beta, pool) and q.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _whole_kernel_fits(q, k, v, g, beta) -> bool:
+    heads = q.shape[-1] == v.shape[-1] == 128 and q.dtype == k.dtype == v.dtype
+    gates = g.dtype == beta.dtype == jnp.float32
+    return architecture() == "sm_90" and heads and q.dtype in (jnp.bfloat16, jnp.float16) and gates
 
 
 gated_delta_whole = Op("gated_delta_whole", _gated_delta_whole)
@@ -322,10 +408,33 @@ gated_delta_whole.register("xla", _gated_delta_whole_chunked)
 gated_delta_prefill = Op("gated_delta_prefill", _gated_delta_prefill)
 gated_delta_prefill.register("xla", _gated_delta_prefill_chunked)
 gated_delta_decode = Op("gated_delta_decode", _gated_delta_decode)
+gated_delta_verify = Op("gated_delta_verify", _gated_delta_verify)
+gated_delta_verify.register("xla", _gated_delta_verify_solved)
 
 gated_delta_decode.register(
     "mosaic_gpu",
     "hybridjax.pallas_kernels.gated_delta.decode:decode",
     platforms=("gpu",),
     supports=_decode_kernel_fits,
+)
+gated_delta_prefill.register(
+    "mosaic_gpu",
+    "hybridjax.pallas_kernels.gated_delta.hopper:prefill",
+    platforms=("gpu",),
+    supports=_prefill_kernel_fits,
+    first=True,
+)
+gated_delta_verify.register(
+    "mosaic_gpu",
+    "hybridjax.pallas_kernels.tree_verify:gated_delta",
+    platforms=("gpu",),
+    supports=_verify_kernel_fits,
+    first=True,
+)
+gated_delta_whole.register(
+    "mosaic_gpu",
+    "hybridjax.pallas_kernels.whole:gated_delta",
+    platforms=("gpu",),
+    supports=_whole_kernel_fits,
+    first=True,
 )

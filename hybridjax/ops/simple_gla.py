@@ -12,6 +12,7 @@ import numpy as np
 
 from hybridjax.batch import TILE
 from hybridjax.ops.dispatch import Op, architecture
+from hybridjax.ops.tree import first_position, live_states, path_decays, replay
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -260,6 +261,56 @@ def _simple_gla_prefill_chunked(
     return out.reshape(tiles * TILE, *out.shape[2:]), pool
 
 
+def _simple_gla_verify(
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    slopes: jax.Array,
+    pool: jax.Array,
+    slot: jax.Array,
+    positions: jax.Array,
+    ancestors: jax.Array,
+    *,
+    scale: float,
+) -> jax.Array:
+    """Outputs of draft trees' nodes, each as if its ancestors had been decoded before it; writes nothing.
+
+    tree.recurrent_commit applies accepted nodes, with d = v and g = -slopes.
+
+    Args:
+      q, k: [B, N, H, Dk]; v: [B, N, H, Dv]; slopes: float32[H].
+      pool: float32[slots, H, Dk, Dv]; slot: int32[B].
+      positions: int32[B, N], -1 for padding; a tree that starts at position 0 starts from a zero state.
+      ancestors: bool[B, N, N] of tree.tree_ancestors; parents come before children.
+      scale: factor on q.
+
+    Returns:
+      outputs float32[B, N, H, Dv], zero for padding.
+    """
+    q, k, v = (x.astype(jnp.float32) for x in (q, k, v))
+    decay = jnp.exp(-slopes)[:, None, None]
+
+    def token(state, q, k, v):
+        state = decay * state + k[..., :, None] * v[..., None, :]
+        return state, scale * jnp.sum(q[..., :, None] * state, axis=-2)
+
+    state = live_states(pool, slot, first_position(positions))
+    return replay(token, state, (q, k, v), ancestors, positions >= 0)
+
+
+def _simple_gla_verify_scores(q, k, v, slopes, pool, slot, positions, ancestors, *, scale):
+    """Reads the state once: attention among the nodes, masked to ancestors, beside the decayed state."""
+    live = positions >= 0
+    q, k, v = (jnp.where(live[:, :, None, None], x.astype(jnp.float32), 0.0) for x in (q, k, v))
+    state = live_states(pool, slot, first_position(positions))
+    reach, decay = path_decays(ancestors, live, jnp.broadcast_to(-slopes, (*live.shape, slopes.shape[0])))
+    scores = jnp.einsum("bnhd,bjhd->bhnj", q, k, precision=_HIGHEST) * decay
+    near = jnp.einsum("bhnj,bjhv->bnhv", scores, v, precision=_HIGHEST)
+    past = jnp.einsum("bnhd,bhdv->bnhv", q, state, precision=_HIGHEST)
+    out = scale * (jnp.swapaxes(reach, 1, 2)[..., None] * past + near)
+    return jnp.where(live[:, :, None, None], out, 0.0)
+
+
 def _kernel_states(q, k, v, slopes, pool) -> bool:
     """What the GPU kernels hold: heads of 128 in float32. They were verified on Hopper only."""
     heads = q.shape[-1] == v.shape[-1] == 128 and q.dtype == k.dtype == v.dtype
@@ -270,8 +321,17 @@ def _decode_kernel_fits(q, k, v, slopes, pool, *rest, **options) -> bool:
     return _kernel_states(q, k, v, slopes, pool) and q.dtype in (jnp.bfloat16, jnp.float16, jnp.float32)
 
 
+def _verify_kernel_fits(q, k, v, slopes, pool, *rest, **options) -> bool:
+    return _prefill_kernel_fits(q, k, v, slopes, pool) and q.shape[1] <= 64
+
+
 def _prefill_kernel_fits(q, k, v, slopes, pool, *rest, **options) -> bool:
     return _kernel_states(q, k, v, slopes, pool) and q.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _whole_kernel_fits(q, k, v, slopes, *, scale) -> bool:
+    heads = q.shape[-1] == v.shape[-1] == 128 and q.dtype == k.dtype == v.dtype
+    return architecture() == "sm_90" and heads and q.dtype in (jnp.bfloat16, jnp.float16)
 
 
 simple_gla_whole = Op("simple_gla_whole", _simple_gla_whole)
@@ -279,6 +339,8 @@ simple_gla_whole.register("xla", _simple_gla_whole_chunked)
 simple_gla_prefill = Op("simple_gla_prefill", _simple_gla_prefill)
 simple_gla_prefill.register("xla", _simple_gla_prefill_chunked)
 simple_gla_decode = Op("simple_gla_decode", _simple_gla_decode)
+simple_gla_verify = Op("simple_gla_verify", _simple_gla_verify)
+simple_gla_verify.register("xla", _simple_gla_verify_scores)
 
 simple_gla_decode.register(
     "mosaic_gpu",
@@ -291,5 +353,19 @@ simple_gla_prefill.register(
     "hybridjax.pallas_kernels.simple_gla.hopper:prefill",
     platforms=("gpu",),
     supports=_prefill_kernel_fits,
+    first=True,
+)
+simple_gla_verify.register(
+    "mosaic_gpu",
+    "hybridjax.pallas_kernels.tree_verify:simple_gla",
+    platforms=("gpu",),
+    supports=_verify_kernel_fits,
+    first=True,
+)
+simple_gla_whole.register(
+    "mosaic_gpu",
+    "hybridjax.pallas_kernels.whole:simple_gla",
+    platforms=("gpu",),
+    supports=_whole_kernel_fits,
     first=True,
 )

@@ -99,7 +99,8 @@ def compile_kernel(kernel, architecture: str, dump: Path) -> dict:
     }
     function = kernel.function()
     options = kernel.options
-    run = jax.jit(lambda **operands: function(**operands, **options), donate_argnames=("pool",))
+    donated = ("pool",) if kernel.writes else ()
+    run = jax.jit(lambda **operands: function(**operands, **options), donate_argnames=donated)
     for path in dump.glob("*"):
         path.unlink()
     with jax.default_device(topology.devices[0]):

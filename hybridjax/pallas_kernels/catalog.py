@@ -24,6 +24,8 @@ class Kernel:
       compiles: architectures that it is compiled for in tests, without a GPU.
       operands: by name, at a shape of a released model; ``options`` are static.
       variants: static options to try when tuning.
+      writes: whether it updates the pool, which is then donated.
+      spills: bytes that its code may spill, as counted by ``aot.report``.
     """
 
     op: str
@@ -33,6 +35,8 @@ class Kernel:
     operands: dict[str, jax.ShapeDtypeStruct]
     options: dict[str, Any]
     variants: tuple[dict[str, Any], ...] = ()
+    writes: bool = True
+    spills: int = 0
 
     def function(self) -> Callable[..., Any]:
         module, _, name = self.target.partition(":")
@@ -46,7 +50,19 @@ def _of(dtype, *shape: int) -> jax.ShapeDtypeStruct:
 _ROWS, _SLOTS = 8, 20
 _DECODE = {"slot": _of(jnp.int32, _ROWS), "positions": _of(jnp.int32, _ROWS)}
 
+_NODES, _PATH = 16, 5
+_VERIFY = {
+    "slot": _of(jnp.int32, _ROWS),
+    "positions": _of(jnp.int32, _ROWS, _NODES),
+    "ancestors": _of(jnp.bool_, _ROWS, _NODES, _NODES),
+}
+
 _TOKENS = 2048
+_PREFILL = {
+    "slot": _of(jnp.int32, 2),
+    "tile_sequence": _of(jnp.int32, _TOKENS // 64),
+    "positions": _of(jnp.int32, _TOKENS),
+}
 _TUNINGS = tuple({"tuning": Tuning(*numbers)} for numbers in ((32, 1, 10**6), (64, 1, 10**6), (32, 3, 4)))
 
 KERNELS = (
@@ -89,14 +105,76 @@ KERNELS = (
             **{name: _of(jnp.bfloat16, _TOKENS, HEADS, SIZE) for name in "qkv"},
             "slopes": _of(jnp.float32, HEADS),
             "pool": _of(jnp.float32, _SLOTS, HEADS, SIZE, SIZE),
-            "slot": _of(jnp.int32, 2),
-            "tile_sequence": _of(jnp.int32, _TOKENS // 64),
-            "positions": _of(jnp.int32, _TOKENS),
+            **_PREFILL,
         },
         options={"scale": SIZE**-0.5},
         variants=tuple(
             {"columns": columns, "stages": stages} for columns, stages in ((32, 2), (32, 3), (32, 4), (64, 3))
         ),
+    ),
+    Kernel(
+        op="gated_delta_prefill",
+        target="hybridjax.pallas_kernels.gated_delta.hopper:prefill",
+        ran=("sm_90",),
+        compiles=("sm_90a",),
+        operands={
+            **{name: _of(jnp.bfloat16, _TOKENS, KEY_HEADS, SIZE) for name in "qk"},
+            "v": _of(jnp.bfloat16, _TOKENS, VALUE_HEADS, SIZE),
+            "g": _of(jnp.float32, _TOKENS, VALUE_HEADS),
+            "beta": _of(jnp.float32, _TOKENS, VALUE_HEADS),
+            "pool": _of(jnp.float32, _SLOTS, VALUE_HEADS, SIZE, SIZE),
+            **_PREFILL,
+        },
+        options={},
+        variants=tuple({"stages": stages} for stages in (2, 3)),
+        spills=512,  # addresses that three warpgroups of 168 registers each keep over the loop
+    ),
+    Kernel(
+        op="simple_gla_verify",
+        target="hybridjax.pallas_kernels.tree_verify:simple_gla",
+        ran=("sm_90",),
+        compiles=("sm_90a",),
+        operands={
+            **{name: _of(jnp.bfloat16, _ROWS, _NODES, HEADS, SIZE) for name in "qkv"},
+            "slopes": _of(jnp.float32, HEADS),
+            "pool": _of(jnp.float32, _SLOTS, HEADS, SIZE, SIZE),
+            **_VERIFY,
+        },
+        options={"scale": SIZE**-0.5},
+        writes=False,
+    ),
+    Kernel(
+        op="gated_delta_verify",
+        target="hybridjax.pallas_kernels.tree_verify:gated_delta",
+        ran=("sm_90",),
+        compiles=("sm_90a",),
+        operands={
+            **{name: _of(jnp.bfloat16, _ROWS, _NODES, KEY_HEADS, SIZE) for name in "qk"},
+            "v": _of(jnp.bfloat16, _ROWS, _NODES, VALUE_HEADS, SIZE),
+            "g": _of(jnp.float32, _ROWS, _NODES, VALUE_HEADS),
+            "beta": _of(jnp.float32, _ROWS, _NODES, VALUE_HEADS),
+            "pool": _of(jnp.float32, _SLOTS, VALUE_HEADS, SIZE, SIZE),
+            **_VERIFY,
+        },
+        options={},
+        writes=False,
+    ),
+    Kernel(
+        op="recurrent_commit",
+        target="hybridjax.pallas_kernels.tree_commit:commit",
+        ran=("sm_90",),
+        compiles=("sm_90a", "sm_100a", "sm_120a"),
+        operands={
+            "k": _of(jnp.bfloat16, _ROWS, _NODES, KEY_HEADS, SIZE),
+            "d": _of(jnp.float32, _ROWS, _NODES, VALUE_HEADS, SIZE),
+            "g": _of(jnp.float32, _ROWS, _NODES, VALUE_HEADS),
+            "pool": _of(jnp.float32, _SLOTS, VALUE_HEADS, SIZE, SIZE),
+            "slot": _of(jnp.int32, _ROWS),
+            "positions": _of(jnp.int32, _ROWS, _NODES),
+            "path": _of(jnp.int32, _ROWS, _PATH),
+        },
+        options={},
+        variants=_TUNINGS,
     ),
 )
 

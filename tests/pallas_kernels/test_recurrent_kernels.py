@@ -40,7 +40,7 @@ def no_races():
 @pytest.fixture
 def one_multiprocessor(monkeypatch):
     """Each program of a decode kernel then owns several pieces."""
-    for module in (simple_gla.decode, gated_delta.decode):
+    for module in (simple_gla.decode, gated_delta.decode, gated_delta.hopper):
         monkeypatch.setattr(module, "multiprocessors", lambda: 1)
 
 
@@ -147,19 +147,30 @@ def ragged(chunks, tiles):
     return jnp.asarray(tile_sequence), jnp.asarray(positions), rows
 
 
-def run_prefill(rows, pool, slot, tile_sequence, positions, **options):
-    return interpreted(simple_gla.hopper.prefill)(
-        *rows, jnp.asarray(SLOPES), pool, slot, tile_sequence, positions, scale=SCALE, **options
-    )
+def simple_gla_prefill(rows, *batch, **options):
+    run = interpreted(simple_gla.hopper.prefill)
+    return run(*rows, jnp.asarray(SLOPES), *batch, scale=SCALE, **options)
 
 
-def test_ragged_prefill_reads_slots_and_leaves_snapshots():
+def gated_delta_prefill(rows, *batch, **options):
+    return interpreted(gated_delta.hopper.prefill)(*rows, *batch, **options)
+
+
+PREFILL = {
+    "simple_gla": (simple_gla_prefill, simple_gla_rows, simple_gla_token, HEADS),
+    "gated_delta": (gated_delta_prefill, gated_delta_rows, gated_delta_token, 3),
+}
+
+
+@pytest.mark.parametrize("op", PREFILL)
+def test_ragged_prefill_reads_slots_and_leaves_snapshots(op, one_multiprocessor):
+    run, make, token, heads = PREFILL[op]
     chunks = [(128, 200), (0, 130), (10, 20)]
     tile_sequence, positions, where = ragged(chunks, tiles=7)  # the last one is empty
-    padding = (positions < 0)[:, None, None]
-    rows = [jnp.where(padding, jnp.nan, x) for x in simple_gla_rows(2, 7 * TILE)]
-    pool = normal(4, 10, HEADS, SIZE, SIZE, dtype=jnp.float32).at[jnp.array([0, 1, 2, 8])].set(jnp.nan)
-    out, after = run_prefill(
+    padding = positions < 0
+    rows = [jnp.where(padding.reshape(-1, *[1] * (x.ndim - 1)), jnp.nan, x) for x in make(2, 7 * TILE)]
+    pool = normal(4, 10, heads, SIZE, SIZE, dtype=jnp.float32).at[jnp.array([0, 1, 2, 8])].set(jnp.nan)
+    out, after = run(
         rows,
         pool,
         jnp.array([1, 2, 7, 0], jnp.int32),
@@ -169,53 +180,70 @@ def test_ragged_prefill_reads_slots_and_leaves_snapshots():
         snapshot_slot=jnp.array([5, 0, 6, 0, 0, 0, 0], jnp.int32),
         stages=2,
     )
-    q, k, v = exact(*rows)
+    values = exact(*rows)
     for (start, _), own, source, snapshot, row in zip(chunks, (1, 2, 7), (4, None, 7), (5, 6, None), where):
-        state = np.zeros((HEADS, SIZE, SIZE)) if start == 0 else exact(pool[source])[0]
+        state = np.zeros((heads, SIZE, SIZE)) if start == 0 else exact(pool[source])[0]
         want = []
         for i, n in enumerate(row):
-            state, o = simple_gla_token(state, q[n], k[n], v[n])
+            state, o = token(state, *(x[n] for x in values))
             want.append(o)
             if i == TILE - 1 and snapshot:
                 close(after[snapshot], state, 5e-3)
         close(out[row], want, 5e-3)
         close(after[own], state, 5e-3)
-    np.testing.assert_array_equal(out[padding[:, 0, 0]], np.zeros_like(out[padding[:, 0, 0]]))
+    np.testing.assert_array_equal(out[padding], np.zeros_like(out[padding]))
     others = np.array([0, 3, 4, 8, 9])
     np.testing.assert_array_equal(after[others], pool[others])
 
 
-def test_cutting_a_prompt_on_the_grid_changes_no_bit():
-    rows = simple_gla_rows(8, 3 * TILE)
-    pool = jnp.full((2, HEADS, SIZE, SIZE), jnp.nan)
+@pytest.mark.parametrize("op", PREFILL)
+def test_cutting_a_prompt_on_the_grid_changes_no_bit(op):
+    run, make, _, heads = PREFILL[op]
+    rows = make(8, 3 * TILE)
+    pool = jnp.full((2, heads, SIZE, SIZE), jnp.nan)
     slot = jnp.array([1], jnp.int32)
     tile_sequence, positions = jnp.zeros((3,), jnp.int32), jnp.arange(3 * TILE, dtype=jnp.int32)
-    whole, state = run_prefill(rows, pool, slot, tile_sequence, positions)
+    whole, state = run(rows, pool, slot, tile_sequence, positions)
     pieces = []
     for tiles in (slice(0, 1), slice(1, 3)):
         part = slice(tiles.start * TILE, tiles.stop * TILE)
-        out, pool = run_prefill([x[part] for x in rows], pool, slot, tile_sequence[tiles], positions[part])
+        out, pool = run([x[part] for x in rows], pool, slot, tile_sequence[tiles], positions[part])
         pieces.append(out)
     np.testing.assert_array_equal(jnp.concatenate(pieces), whole)
     np.testing.assert_array_equal(pool[1], state[1])
 
 
+def one_tile(tokens):
+    """A fresh sequence of one tile: pool, slot, tile_sequence, positions."""
+    positions = jnp.where(jnp.arange(TILE) < tokens, jnp.arange(TILE), -1).astype(jnp.int32)
+    return jnp.array([1], jnp.int32), jnp.zeros((1,), jnp.int32), positions
+
+
 def test_extreme_decays_neither_overflow_nor_leak():
     rows = simple_gla_rows(6, TILE)
-    positions = jnp.where(jnp.arange(TILE) < 50, jnp.arange(TILE), -1).astype(jnp.int32)
     pool = jnp.full((2, HEADS, SIZE, SIZE), jnp.nan)
     run = interpreted(simple_gla.hopper.prefill)
     slopes = jnp.array([0.0, 90.0], jnp.float32)
-    out, after = run(
-        *rows,
-        slopes,
-        pool,
-        jnp.array([1], jnp.int32),
-        jnp.zeros((1,), jnp.int32),
-        positions,
-        scale=SCALE,
-    )
+    out, after = run(*rows, slopes, pool, *one_tile(50), scale=SCALE)
     q, k, v = exact(*rows)
     close(after[1, 0], np.einsum("ck,cv->kv", k[:50, 0], v[:50, 0]), 5e-3)
     close(after[1, 1], np.outer(k[49, 1], v[49, 1]), 5e-3)
     close(out[:50, 1], SCALE * (q[:50, 1] * k[:50, 1]).sum(-1, keepdims=True) * v[:50, 1], 5e-3)
+
+
+def test_extreme_decays_of_tokens_and_keys_that_are_all_alike():
+    """A memory that is lost within a token, one that is kept, and the worst system to solve by a series."""
+    q, k, v, g, beta = gated_delta_rows(6, TILE)
+    k = jnp.broadcast_to(k[:1], k.shape)
+    g = g.at[:, 0].set(0.0).at[::7, 1].set(-1e30).at[:, 2].set(-1e3)
+    beta = jnp.ones_like(beta).at[:, 2].set(0.5)
+    rows = (q, k, v, g, beta)
+    out, after = gated_delta_prefill(rows, jnp.full((2, 3, SIZE, SIZE), jnp.nan), *one_tile(50))
+    values, state, want = exact(*rows), np.zeros((3, SIZE, SIZE)), []
+    for n in range(50):
+        state, o = gated_delta_token(state, *(x[n] for x in values))
+        want.append(o)
+    for head, tolerance in enumerate((3e-2, 5e-3, 5e-3)):
+        # Where nothing is forgotten the corrections of alike keys cancel, and the rounding of each remains.
+        close(out[:50, head], np.array(want)[:, head], tolerance)
+        close(after[1, head], state[head], tolerance)
