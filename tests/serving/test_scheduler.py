@@ -121,8 +121,10 @@ class Serving(RuleBasedStateMachine):
                 ready = row.request.matcher is None or not isinstance(row, DecodeRow)
                 ready = ready or row.position == row.request.computed or len(row.forced) == row.steps
                 assert ready, "a grammar's next token was scheduled before its last one was known"
-                assert row.request.matcher is None or not isinstance(row, DecodeRow) or (
-                    row.steps == max(1, len(row.forced))
+                assert (
+                    row.request.matcher is None
+                    or not isinstance(row, DecodeRow)
+                    or (row.steps == max(1, len(row.forced)))
                 )
             self.in_flight.append((plan, self.runner.launch(plan)))
         else:
