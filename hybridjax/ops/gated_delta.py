@@ -431,10 +431,10 @@ gated_delta_verify.register(
     supports=_verify_kernel_fits,
     first=True,
 )
+# By name only: it was not timed in training.
 gated_delta_whole.register(
     "mosaic_gpu",
     "hybridjax.pallas_kernels.whole:gated_delta",
     platforms=("gpu",),
     supports=_whole_kernel_fits,
-    first=True,
 )

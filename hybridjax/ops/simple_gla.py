@@ -362,10 +362,10 @@ simple_gla_verify.register(
     supports=_verify_kernel_fits,
     first=True,
 )
+# By name only: it was not timed in training.
 simple_gla_whole.register(
     "mosaic_gpu",
     "hybridjax.pallas_kernels.whole:simple_gla",
     platforms=("gpu",),
     supports=_whole_kernel_fits,
-    first=True,
 )

@@ -2,6 +2,7 @@
 
 Only the inputs are kept for the backward pass, which runs the chunked XLA form again and differentiates it:
 the memory of one layer's backward pass is linear in the length, and between the passes nothing is stored.
+Inside a jax.checkpoint within a scan they cannot be used: JAX would want to keep the reference to the pool.
 """
 
 import functools
