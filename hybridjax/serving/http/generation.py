@@ -19,7 +19,7 @@ from hybridjax.serving.http.tokens import TextTokenizer
 
 logger = logging.getLogger("hybridjax.http")
 
-ABORT_GRACE = 5.0
+ABORT_GRACE = 2.0
 MAX_PROMPT_LOGPROBS = 2**20
 NO_NAMES: Mapping[str, range] = MappingProxyType({})
 

@@ -19,7 +19,7 @@ logger = logging.getLogger("hybridjax.http")
 
 BACKLOG = 2048
 KEEP_ALIVE = 75
-SHUTDOWN_GRACE = 5
+SHUTDOWN_GRACE = 1
 MAX_HEADER_BYTES = 64 * 1024
 
 
