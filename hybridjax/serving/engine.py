@@ -266,7 +266,14 @@ class Engine:
                 finished.put(index)
 
         entries = [
-            self._entry(prompt, params, functools.partial(on_output, i), request_id, own or ())
+            self._entry(
+                prompt,
+                params,
+                functools.partial(on_output, i),
+                request_id,
+                own or (),
+                deadline=self._deadline(None),
+            )
             for i, (prompt, params, request_id, own) in enumerate(zip(batch, each, ids, pictures))
         ]
         self._loop.add(entries, bounded=False)
@@ -379,7 +386,7 @@ def _load(config: EngineConfig) -> dict[str, Any]:
     from hybridjax.checkpoints import generation_config, load_config, load_model, resolve
     from hybridjax.ops import parse_override
     from hybridjax.serving.runner import ModelRunner, enable_compilation_cache
-    from hybridjax.serving.sizing import ngram_table_placement, pool_sizes
+    from hybridjax.serving.sizing import ngram_layers, ngram_table_placement, pool_sizes
     from hybridjax.text import load_tokenizer
 
     directory = resolve(config.model_path)
@@ -402,6 +409,8 @@ def _load(config: EngineConfig) -> dict[str, Any]:
     on_cpu = jax.default_backend() == "cpu"
     dtype = "float32" if config.dtype == "auto" and on_cpu else config.dtype
     placement = ngram_table_placement(config, architecture)
+    if config.ple_offload != "auto" and not ngram_layers(architecture):
+        log.warning("ple_offload is %s, but %s has no n-gram table", config.ple_offload, directory.name)
     model = load_model(directory, dtype, ple_offload=placement)
     enable_compilation_cache(config.compilation_cache_dir)
     vocab_limit = None

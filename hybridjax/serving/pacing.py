@@ -27,7 +27,8 @@ class Pace:
         self._prefill: dict[int, float] = {}
         self._decode: float | None = None
         self._debt = 0.0
-        # Of steps under way, oldest first: tiles (0: decode) and what they were expected to take.
+        # Of steps under way, oldest first: tiles and what they were expected to take; of decoding, 0 and what
+        # it was counted as paying back.
         self._expected: collections.deque[tuple[int, float]] = collections.deque()
 
     @property
@@ -48,11 +49,15 @@ class Pace:
         Args:
           decoding: whether any request decodes; otherwise prefill delays nobody.
         """
-        expected = self._seconds(tiles) if tiles else self._decode or 0.0
+        if not tiles:
+            paid = min(self._debt, self._decode or 0.0)
+            self._expected.append((0, paid))
+            self._debt -= paid
+            return
+        expected = self._seconds(tiles)
         self._expected.append((tiles, expected))
-        self._owe(expected * self._factor if tiles and decoding else 0.0 if tiles else -expected)
-        if not decoding:
-            self._debt = 0.0
+        self._debt = 0.0 if not decoding else self._debt
+        self._owe(expected * self._factor if decoding else 0.0)
 
     def took(self, seconds: float) -> None:
         """Tells what the oldest step under way took; 0: unknown."""
@@ -68,7 +73,7 @@ class Pace:
             self._owe((counted - expected) * self._factor)
         else:
             self._decode = _average(self._decode, seconds)
-            self._owe(expected - seconds)
+            self._owe(expected - seconds if expected else 0.0)
 
     def cancelled(self) -> None:
         """Drops the newest step: it was not launched."""

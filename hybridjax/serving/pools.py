@@ -42,6 +42,10 @@ class PagePool:
         """How many holders a page has, 0 if it is free."""
         return self._references[page]
 
+    def others(self, page: int) -> int:
+        """How many holders a page has beside the prefix cache."""
+        return self._references[page] - self._cached[page]
+
     def cache(self, page: int) -> None:
         """Adds the prefix cache's reference, of which a page has at most one.
 

@@ -370,9 +370,12 @@ class Scheduler:
         victims = sorted(
             (r for r in self.admitted if r.priority < request.priority), key=self._importance, reverse=True
         )
-        held = {page for victim in victims for page in victim.pages}
-        free = self.memory.pages.available + self.memory.pages.num_idle + len(held)
-        if not victims or free < self.memory.pages_for(request.known_length):
+        pages = self.memory.pages
+        held = collections.Counter(page for victim in victims for page in victim.pages)
+        # A page that somebody else holds too does not become free.
+        freed = sum(pages.others(page) == count for page, count in held.items())
+        needed = self.memory.pages_for(request.known_length)
+        if not victims or pages.available + pages.num_idle + freed < needed:
             return False
         for victim in victims:
             self.preempt(victim)

@@ -62,6 +62,11 @@ def free_state_bytes(config: EngineConfig) -> int:
     return int(stats["bytes_limit"] * config.mem_fraction_static) - stats["bytes_in_use"]
 
 
+def ngram_layers(architecture: Any) -> int:
+    """How many layers of an architecture have an n-gram table."""
+    return len(getattr(getattr(architecture, "text_config", architecture), "ple_layers", ()))
+
+
 def ngram_table_placement(config: EngineConfig, architecture: Any) -> str:
     """Where n-gram tables shall be: "device", "host" or "mmap"; what "auto" leaves open by their size.
 
@@ -72,7 +77,7 @@ def ngram_table_placement(config: EngineConfig, architecture: Any) -> str:
     if config.ple_offload != "auto":
         return config.ple_offload
     text = getattr(architecture, "text_config", architecture)
-    layers = len(getattr(text, "ple_layers", ()))
+    layers = ngram_layers(architecture)
     if not layers:
         return "device"
     heads = (text.ngram_size - 1) * text.heads_per_ngram

@@ -360,3 +360,43 @@ def test_ended_requests_are_not_kept_for_their_deadlines():
     del request
     gc.collect()
     assert [ref for ref in kept if ref() is not None] == []
+
+
+def test_nobody_is_preempted_for_pages_that_others_share():
+    """Priority 1 needs more than what priority 0 holds alone: its prompt's pages are priority 2's as well."""
+    driver = Driver(num_pages=11, prefix_caching=True, priorities=True, max_running=4)
+    first = make_related("first", 330, 330, max_tokens=100, ignore_eos=True)
+    first.priority = 2
+    driver.scheduler.add(first)
+    driver.step()
+    driver.step()
+    second = make_related("second", 330, 330, max_tokens=100, ignore_eos=True)
+    driver.scheduler.add(second)
+    for _ in range(2):
+        driver.step()
+    assert second.cached == 320 and second.slot
+    large = make_related("large", 400, 0, max_tokens=20, ignore_eos=True)
+    large.priority = 1
+    driver.scheduler.add(large)
+    driver.step()
+    assert (second.epoch, large.admitted) == (0, None)
+    driver.finish(first, second, large)
+
+
+def test_decoding_that_is_faster_than_expected_owes_nothing():
+    pace = Pace(1.0, (1, 8))
+    for seconds in (0.02, 0.01, 0.001):
+        measured(pace, 0, seconds)
+        assert not pace.owes
+    pace = Pace(0.5, (1, 8))
+    measured(pace, 0, 0.02)
+    measured(pace, 0, 0.001)
+    assert not pace.owes, "no prefill has been delayed for"
+
+
+def test_offline_generation_keeps_the_operator_s_time_limit():
+    runner = FakeRunner()
+    with serving(runner, request_timeout=0.2) as (engine, _):
+        runner.on_launch = lambda plan: time.sleep(0.01)
+        params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
+        assert engine.generate([prompt_of(60)], params)[0].finish_reason == "timeout"
