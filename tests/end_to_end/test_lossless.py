@@ -104,7 +104,7 @@ JOBS = st.lists(
 )
 
 
-@settings(max_examples=8)
+@settings(max_examples=6)
 @given(jobs=JOBS, preemptions=st.lists(st.integers(0, 5), max_size=6), aborted=st.sets(st.integers(0, 5)))
 def test_no_schedule_changes_a_token(pair, jobs, preemptions, aborted):
     crowded, answer = pair
@@ -172,11 +172,11 @@ def test_deterministic_inference_is_equal_to_the_last_bit(name):
     fields = {"enable_deterministic_inference": True, "num_continuous_decode_steps": 4}
     path, _ = MODELS[name]
     params = [
-        SamplingParams(temperature=0, max_tokens=60, ignore_eos=True, logprobs=3),
-        SamplingParams(temperature=1.0, seed=3, max_tokens=60, ignore_eos=True, logprobs=3),
+        SamplingParams(temperature=0, max_tokens=30, ignore_eos=True, logprobs=3),
+        SamplingParams(temperature=1.0, seed=3, max_tokens=30, ignore_eos=True, logprobs=3),
     ]
     with Engine(path, **COMMON | CROWDED | fields) as engine:
-        prompts = [prompt_of(engine, length, 128, i) for i, length in enumerate((300, 65, 190, 129, 256, 31))]
+        prompts = [prompt_of(engine, length, 128, i) for i, length in enumerate((300, 65, 190, 31))]
         jobs = [(prompt, params[i % 2]) for i, prompt in enumerate(prompts)]
         alone = []
         for prompt, one in jobs:
