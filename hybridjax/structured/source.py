@@ -1,11 +1,11 @@
 """From a grammar as clients write it to llguidance's own, checked as far as the text shows."""
 
-import json
 from typing import Any
 
 from llguidance import LLMatcher
 
 from hybridjax.structured.ebnf import ebnf_to_lark
+from hybridjax.structured.schema_numbers import check_numbers, loads_exactly
 
 MAX_JSON_DEPTH = 64
 # Unbounded, a model can pad its answer to the token limit.
@@ -44,16 +44,22 @@ def to_llguidance(kind: str, source: str, max_bytes: int) -> str:
     if kind == "regex":
         return LLMatcher.grammar_from_regex(source)
     if kind == "ebnf":
-        return LLMatcher.grammar_from_lark(ebnf_to_lark(source))
+        return LLMatcher.grammar_from_lark(_readable(ebnf_to_lark(source)))
     if kind == "lark":
-        return LLMatcher.grammar_from_lark(source)
+        return LLMatcher.grammar_from_lark(_readable(source))
     raise ValueError(f"unknown kind of grammar {kind!r}")
+
+
+def _readable(lark: str) -> str:
+    """Lark without the one character that llguidance's literals may not hold; in them, in regular
+    expressions and in JSON its escape is the same."""
+    return lark.replace("\x7f", "\\u007f")
 
 
 def _checked_schema(source: str) -> dict[str, Any]:
     """The schema as an object, which true is not."""
     try:
-        schema = json.loads(source)
+        schema = loads_exactly(source)
     except RecursionError as error:
         raise ValueError(f"it is more than {MAX_JSON_DEPTH} levels deep") from error
     except ValueError as error:
@@ -73,5 +79,6 @@ def _checked_schema(source: str) -> dict[str, Any]:
             for child in (value.values() if isinstance(value, dict) else value)
         ]
         if not level:
+            check_numbers(schema)
             return schema
     raise ValueError(f"it is more than {MAX_JSON_DEPTH} levels deep")

@@ -40,6 +40,36 @@ WRONG = [
     ("json_schema", nested(100), "64 levels"),
     ("json_schema", nested(20_000), "bytes"),
     ("json_schema", "[" * 30_000, ""),
+    (
+        "json_schema",
+        '{"minimum": 100000000000000000000}',
+        "minimum is 100000000000000000000;",
+    ),
+    (
+        "json_schema",
+        '{"items": {"exclusiveMaximum": -9007199254740992}}',
+        "exclusiveMaximum is -9007199254740992;",
+    ),
+    ("json_schema", '{"anyOf": [{"maximum": 1e999999}]}', "maximum is 1E+999999; numbers must be between"),
+    ("json_schema", '{"maximum": 1e99999999999999999999}', "exponent"),
+    ("json_schema", '{"minimum": NaN}', "minimum is nan;"),
+    ("json_schema", f'{{"minimum": -1{"0" * 1000}}}', "minimum is about -1e1000;"),
+    ("json_schema", '{"minimum": 1e-300}', "minimum is 1E-300;"),
+    ("json_schema", '{"maximum": 0.12345678901234567891}', "more digits than a double"),
+    ("json_schema", '{"multipleOf": 1e100}', "multipleOf is 1E+100;"),
+    (
+        "json_schema",
+        '{"$defs": {"a": {"const": {"b": [18446744073709551617]}}}}',
+        "const is 18446744073709551617;",
+    ),
+    (
+        "json_schema",
+        '{"properties": {"minimum": {"enum": [1, 9007199254740993]}}}',
+        "enum is 9007199254740993;",
+    ),
+    ("json_schema", '{"type": "string", "maxLength": 4294967296}', "maxLength is 4294967296;"),
+    ("json_schema", '{"type": "array", "minItems": 1e300}', "minItems is 1E+300;"),
+    ("json_schema", '{"type": "object", "minProperties": -1}', "minProperties is -1;"),
     ("json_schema", json.dumps({"enum": [f"value {i}" for i in range(10_000)]}), "65536"),
     ("regex", "", "empty"),
     ("regex", "(a", "unclosed group"),
@@ -240,6 +270,33 @@ SCHEMAS = [
     {"type": "array", "items": {"type": "boolean"}, "minItems": 1, "maxItems": 3},
     {"anyOf": [{"type": "null"}, {"type": "string", "maxLength": 3}]},
 ]
+
+
+@pytest.mark.parametrize(
+    ("schema", "texts", "others"),
+    [
+        ('{"type":"integer","minimum":9007199254740991}', ["9007199254740991"], ["9007199254740990"]),
+        ('{"type":"integer","exclusiveMinimum":9007199254740991}', [], ["9007199254740991", "5"]),
+        ('{"type":"integer","maximum":-9007199254740991}', ["-9007199254740991"], ["-9007199254740990"]),
+        ('{"type":"number","minimum":1e-50}', ["1", f"0.{'0' * 49}1"], [f"0.{'0' * 50}1", "0"]),
+        ('{"const":9007199254740991}', ["9007199254740991"], []),
+        ('{"type":"string","maxLength":4294967295}', ['""'], []),
+        ('{"type":"object","properties":{"minimum":{"type":"string"}}}', ['{"minimum":"1e30"}'], []),
+        ('{"type":"integer","default":1e30,"examples":[{"minimum":1e30}]}', ["5"], []),
+    ],
+)
+def test_numbers_up_to_the_limits_are_kept_to(compiler, tokenizer, schema, texts, others):
+    for text in texts:
+        assert accepts(compiler.matcher("json_schema", schema), text, tokenizer)
+    for text in others:
+        assert not accepts(compiler.matcher("json_schema", schema), text, tokenizer)
+
+
+def test_every_character_can_stand_in_a_literal(compiler, tokenizer):
+    for source in ('start: "{}"', "start: /{}/", 'start: A\nA: "a" | "{}"'):
+        for text in ("\x7f", "\x85", "\u2028"):
+            assert accepts(compiler.matcher("lark", source.format(text)), text, tokenizer)
+    assert accepts(compiler.matcher("ebnf", 'root ::= "\x7f"'), "\x7f", tokenizer)
 
 
 @pytest.mark.parametrize("schema", SCHEMAS, ids=str)
