@@ -10,6 +10,7 @@ import dataclasses
 from typing import Literal
 
 from hybridjax.text.json_scanner import SPACE
+from hybridjax.text.parameters import Parameters
 from hybridjax.text.tool_readers import (
     ARGUMENT_KEYS,
     JsonReader,
@@ -96,6 +97,7 @@ class ToolCallParser:
         """
         self._form: Format = form
         self._tools = tools
+        self._parameters: dict[str, Parameters] = {}
         self._incremental = incremental
         self._max_calls = max_calls
         self._delta = Delta()
@@ -178,9 +180,12 @@ class ToolCallParser:
             return cut
         self._content(text[at:where])
         as_json = self._form == "hermes"
-        reader = JsonReader(self._tools) if as_json else XmlReader(self._tools, opened=opener == FUNCTION)
+        reader = JsonReader(self._tools) if as_json else self._xml_reader(opener == FUNCTION)
         self._reader, self._raw = reader, [opener]
         return where + len(opener)
+
+    def _xml_reader(self, opened: bool) -> XmlReader:
+        return XmlReader(self._tools, self._parameters, opened=opened)
 
     def _close(self, text: str, at: int) -> int:
         """Behind a call: its closing tag, which may be missing."""

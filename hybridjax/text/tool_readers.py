@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from hybridjax.text.json_scanner import SPACE, JsonScanner
+from hybridjax.text.parameters import Parameters, Values, as_json
 
 MAX_NAME = 256
 ARGUMENT_KEYS = ("arguments", "parameters")
-
-_TYPE_NAMES = {str: "string", bool: "boolean", int: "integer", float: "number", type(None): "null"}
 
 Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
 
@@ -162,9 +161,10 @@ class JsonReader(Reader):
 class XmlReader(Reader):
     """``<function=NAME> <parameter=NAME>value</parameter>... </function>``; the schema types values."""
 
-    def __init__(self, tools: Tools, *, opened: bool):
-        """``opened``: the text begins behind ``<function=``."""
+    def __init__(self, tools: Tools, parameters: dict[str, Parameters], *, opened: bool):
+        """``parameters``: what is known of the tools', kept here; ``opened``: behind ``<function=``."""
         super().__init__(tools, self._name if opened else self._open)
+        self._parameters = parameters
         self._parameter = ""
         self._value: list[str] = []
         self._is_text = False
@@ -197,6 +197,8 @@ class XmlReader(Reader):
         if name not in self._tools:
             return self._fail(at)
         self.name, self._state = name, self._body
+        if name not in self._parameters:
+            self._parameters[name] = Parameters(self._tools[name])
         self.pieces.append("{")
         return end
 
@@ -217,7 +219,7 @@ class XmlReader(Reader):
         comma = ", " if self._seen else ""
         self._seen.add(name)
         self._parameter, self._value, self._state = name, [], self._first_of_value
-        self._is_text = json_types(self._schema()) == {"string"}
+        self._is_text = self._values().is_text
         quote = '"' if self._is_text else ""
         self.pieces.append(f"{comma}{_dumps(name)}: {quote}")
         return end
@@ -240,7 +242,7 @@ class XmlReader(Reader):
         if self._is_text:
             self.pieces.append('"')
         else:
-            self.pieces.append(as_json("".join(self._value), self._schema()))
+            self.pieces.append(as_json("".join(self._value), self._values()))
         self._state = self._body
         return end + len(close)
 
@@ -250,48 +252,8 @@ class XmlReader(Reader):
         else:
             self._value.append(value)
 
-    def _schema(self) -> Any:
-        properties = self._tools[self.name or ""].get("properties")
-        return properties.get(self._parameter) if isinstance(properties, Mapping) else None
-
-
-def as_json(text: str, schema: Any) -> str:
-    """A parameter's value as JSON: what its schema says it is if it reads like that, else a string."""
-    types = json_types(schema)
-    word = text.strip()
-    if "null" in types and word in ("null", "None"):
-        return "null"
-    if "boolean" in types and word.lower() in ("true", "false"):
-        return word.lower()
-    if types <= {"string", "null"}:
-        return _dumps(text)
-    scanner = JsonScanner()
-    # The blank ends a number.
-    end = scanner.feed(word + " ")
-    is_json = scanner.done and end == len(word)
-    return word if is_json and not word.startswith('"') else _dumps(text)
-
-
-def json_types(schema: Any, depth: int = 4) -> set[str]:
-    """The JSON types that a schema names; a parameter without any is a string."""
-    if not isinstance(schema, Mapping):
-        return {"string"}
-    named = schema.get("type")
-    types = {named} if isinstance(named, str) else set()
-    if isinstance(named, list):
-        types |= {name for name in named if isinstance(name, str)}
-    for union in ("anyOf", "oneOf"):
-        options = schema.get(union)
-        if isinstance(options, list) and depth:
-            types |= {name for option in options for name in json_types(option, depth - 1)}
-    if types:
-        return types
-    listed = schema.get("enum")
-    if isinstance(listed, list) and listed:
-        return {_TYPE_NAMES.get(type(value), "object") for value in listed}
-    if {"properties", "items", "$ref", "allOf"} & schema.keys():
-        return {"object"}
-    return {"string"}
+    def _values(self) -> Values:
+        return self._parameters[self.name or ""].values(self._parameter)
 
 
 def _dumps(text: str) -> str:

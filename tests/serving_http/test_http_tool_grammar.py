@@ -140,12 +140,15 @@ def test_answers_behind_reasoning(tokenizer: LLTokenizer, grammar: Grammar, good
     [
         *(
             ("json_schema", source)
-            for source in ("{", "false", "[]", "[" * 10**5, '{"a":' * 70 + "1" + "}" * 70)
+            for source in (
+                *("{", "false", "[]", "[" * 10**5, '{"a":' * 70 + "1" + "}" * 70),
+                '{"minimum": 5.00000000000000000001}',
+            )
         ),
         *(("ebnf", source) for source in ("", "x ::= y", "root ::= " + "(" * 10**5)),
         ("lark", "start: x" * 10**5),
     ],
-    ids=range(9),
+    ids=range(10),
 )
 def test_what_is_wrong_anyway_is_for_the_compiler_to_refuse(kind: Any, source: str):
     broken = Grammar(kind, source, "f")
@@ -160,3 +163,62 @@ def test_names_that_xml_cannot_say_are_refused(name: str):
     with pytest.raises(RequestError, match="XML calls cannot name"):
         tool_grammar("qwen3_coder", tools, many=False, opened=None)
     assert json.dumps(name) in tool_grammar("hermes", tools, many=False, opened=None).source
+
+
+DEFINITIONS = {
+    "color": {"enum": ["red", "blue"], "type": "string"},
+    "count": {"type": "integer", "minimum": 3},
+    "anything": {},
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"$ref": "#/$defs/color"}, {"red": "red", "blue": "blue"}, ['"red"', "green", ""]),
+        ({"allOf": [{"$ref": "#/$defs/color"}]}, {"red": "red"}, ['"red"', "green"]),
+        ({"const": "x"}, {"x": "x"}, ["y", '"x"']),
+        ({"const": 5}, {"5": 5}, ["6", '"5"']),
+        ({"anyOf": [{"enum": ["a", "b"]}, {"type": "null"}]}, {"a": "a", "null": None}, ["c", '"a"', "None"]),
+        ({"type": ["string", "null"], "enum": ["a", None]}, {"a": "a", "null": None}, ["b", ""]),
+        ({"enum": ["a", 1, [2], None, True]}, {"a": "a", "1": 1, "[2]": [2], "true": True}, ["2", '"a"']),
+        (
+            {"anyOf": [{"$ref": "#/$defs/color"}, {"$ref": "#/$defs/count"}, {"type": "null"}]},
+            {"red": "red", "4": 4, "null": None},
+            ["2", "x", '"red"'],
+        ),
+        ({"enum": ["", "b\n", " c ", "\n", "\x7f"]}, {t: t for t in ("", "b\n", " c ", "\n", "\x7f")}, ["b"]),
+        ({"enum": ["a</parameter>", "b"]}, {"b": "b"}, ["a</parameter>"]),
+        ({"type": ["string", "boolean"]}, {"12": "12", "true": True}, []),
+        ({"$ref": "#/$defs/anything"}, {"5": 5, '"x"': "x", "null": None}, ["x"]),
+        ({"$ref": "#/properties/other"}, {"free": "free"}, []),
+    ],
+    ids=str,
+)
+def test_xml_values_keep_to_the_schema(
+    tokenizer: LLTokenizer, schema: Any, good: dict[str, Any], bad: list[str]
+):
+    properties = {"value": schema, "other": {"type": "string"}}
+    tools = {"f": {"properties": properties, "required": ["value"], "$defs": DEFINITIONS}}
+    grammar = tool_grammar("qwen3_coder", tools, many=False, opened=None)
+    for text, value in good.items():
+        call = xml("f", json.dumps({"value": text}))
+        assert takes(tokenizer, grammar, call)
+        delta = ToolCallParser("qwen3_coder", tools, incremental=False).push(call)
+        assert json.loads(delta.calls[0].arguments) == {"value": value}
+    for text in bad:
+        assert not takes(tokenizer, grammar, xml("f", json.dumps({"value": text})))
+
+
+def test_values_that_xml_cannot_say_are_refused():
+    tools = {"f": {"properties": {"value": {"const": "a</parameter>"}}}}
+    with pytest.raises(RequestError, match="XML calls cannot write"):
+        tool_grammar("qwen3_coder", tools, many=False, opened=None)
+
+
+@pytest.mark.parametrize("form", FORMATS)
+def test_numbers_that_cannot_be_kept_to_are_refused(form: Format):
+    tools = {"f": {"properties": {"value": {"type": "integer", "maximum": 2**63}}}}
+    with pytest.raises(RequestError, match="tools: f: maximum is 9223372036854775808;") as error:
+        tool_grammar(form, tools, many=False, opened=None)
+    assert error.value.param == "tools"

@@ -8,12 +8,14 @@ from hybridjax.errors import RequestError
 from hybridjax.serving.api import Grammar
 from hybridjax.serving.http.messages import depth_of
 from hybridjax.text import reasoning, tool_calls
-from hybridjax.text.tool_readers import Tools, json_types
+from hybridjax.text.parameters import Parameters, Values, as_text
+from hybridjax.text.tool_readers import Tools
 
 # Unbounded, a model can pad JSON to the token limit.
 _BOUNDED = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}
 MAX_SOURCE = 2**16
 MAX_JSON_DEPTH = 64
+_PARAMETER_END = "</parameter>"
 _ANY_TEXT = "/(?s:.*)/"
 
 
@@ -27,8 +29,15 @@ def tool_grammar(form: tool_calls.Format, tools: Tools, *, many: bool, opened: b
       opened: whether the reply begins within the reasoning, which then comes first; None: there is none.
 
     Raises:
-      RequestError: a parameter's name cannot be written in this form.
+      RequestError: a parameter's name cannot be written in this form, or a number in a schema not be kept to.
     """
+    from hybridjax.structured.schema_numbers import check_numbers
+
+    for name, schema in tools.items():
+        try:
+            check_numbers(schema)
+        except ValueError as error:
+            raise RequestError(f"tools: {name}: {error}", param="tools") from error
     build = {"hermes": _hermes, "qwen3_coder": _qwen3_coder, "json": _json}[form]
     rules: list[str] = []
     names = " | ".join(build(i, name, schema, rules) for i, (name, schema) in enumerate(tools.items()))
@@ -54,18 +63,20 @@ def behind_reasoning(grammar: Grammar, opened: bool | None) -> Grammar:
 
 def _body(grammar: Grammar) -> str:
     """A grammar within another; raises ValueError for a wrong one."""
+    from hybridjax.structured.ebnf import ebnf_to_lark
+    from hybridjax.structured.schema_numbers import check_numbers, loads_exactly
+
     match grammar.kind:
         case "json_schema" | "json_object":
             schema = json.loads(grammar.source or '{"type": "object"}')
             schema = {} if schema is True else schema
             if not isinstance(schema, dict) or depth_of(schema) > MAX_JSON_DEPTH:
                 raise ValueError("no schema")
+            check_numbers(loads_exactly(grammar.source or "{}"))
             return _json_rule(schema)
         case "regex":
             return f"/{_slashes_escaped(grammar.source)}/"
         case "ebnf":
-            from hybridjax.structured.ebnf import ebnf_to_lark
-
             return f"%lark {{\n{ebnf_to_lark(grammar.source)}\n}}"
         case "lark":
             return f"%lark {{\n{grammar.source}\n}}"
@@ -103,35 +114,52 @@ def _json(index: int, name: str, schema: Mapping[str, Any], rules: list[str]) ->
 def _qwen3_coder(index: int, name: str, schema: Mapping[str, Any], rules: list[str]) -> str:
     """The parameters in the schema's order, those not required may be left out."""
     parts = [_text(f"{tool_calls.OPEN}\n{tool_calls.FUNCTION}{name}>\n")]
-    required = schema.get("required")
-    definitions = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
-    for place, (key, value) in enumerate((schema.get("properties") or {}).items()):
+    known = Parameters(schema)
+    definitions = _definitions(schema)
+    for place, (key, value) in enumerate(known.schemas.items()):
         if not key or key != key.strip() or ">" in key or "\n" in key:
             raise RequestError(
                 f"tools has a parameter {key[:64]!r}, which XML calls cannot name", param="tools"
             )
         rule = f"p{index}_{place}"
-        end = " " + _text("\n</parameter>\n")
-        if words := _words(value):
-            rules.append(f"{rule}_value: {' | '.join(map(_text, words))}")
-        elif "string" in json_types(value):
-            rules.append(f"{rule}_value[suffix={end.strip()}]: {_ANY_TEXT}")
+        end = _text(f"\n{_PARAMETER_END}\n")
+        values = known.values(key)
+        if "string" in values.types:
+            rules.append(f"{rule}_value[suffix={end}]: {_ANY_TEXT}")
             end = ""
         else:
-            rules.append(f"{rule}_value: {_schema({**definitions, **value})}")
-        rules.append(f"{rule}: {_text(f'<parameter={key}>{chr(10)}')} {rule}_value{end}")
-        parts.append(rule if isinstance(required, list) and key in required else f"{rule}?")
+            whole = {**definitions, **value} if isinstance(value, Mapping) else {}
+            rules.append(f"{rule}_value: {_one_of(key, values, whole)}")
+        rules.append(f"{rule}: {_text(f'<parameter={key}>{chr(10)}')} {rule}_value {end}".rstrip())
+        parts.append(rule if key in known.required else f"{rule}?")
     parts.append(_text(f"</function>\n{tool_calls.CLOSE}"))
     rules.append(f"call{index}: {' '.join(parts)}")
     return f"call{index}"
 
 
-def _words(schema: Any) -> list[str]:
-    """The texts that a schema lists, if it lists nothing else."""
-    listed = schema.get("enum") if isinstance(schema, Mapping) else None
-    if not isinstance(listed, list) or not all(isinstance(word, str) for word in listed):
-        return []
-    return [word for word in listed if word and "</parameter>" not in word]
+def _one_of(name: str, values: Values, schema: Mapping[str, Any]) -> str:
+    """A value that is listed, as text, or one of another type than string, as JSON."""
+    words = [as_text(value) for value in values.listed]
+    if values.types or not words:
+        words = [value for value in values.listed if isinstance(value, str)]
+    usable = [word for word in words if _PARAMETER_END not in word]
+    if words and not (usable or values.types):
+        raise RequestError(
+            f"tools has a parameter {name[:64]!r} whose values all contain {_PARAMETER_END}, which XML calls "
+            "cannot write",
+            param="tools",
+        )
+    if not words:
+        return _schema(schema)
+    options = [_text(word) for word in dict.fromkeys(usable)]
+    if values.types:
+        others = sorted(values.all_types - {"string"})
+        options.append(_schema({"allOf": [schema, {"type": others}], **_definitions(schema)}))
+    return " | ".join(options)
+
+
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
 def _json_rule(schema: Mapping[str, Any], **options: Any) -> str:
