@@ -19,7 +19,7 @@ _RANGES = {
     "top_p": (0, 1),
     "top_k": (-1, 2**31 - 1),
     "min_p": (0, 1),
-    "repetition_penalty": (0, 100),
+    "repetition_penalty": (0.01, 100),
     "max_new_tokens": (1, 2**31 - 1),
 }
 _TOKENS = ("eos_token_id", "bos_token_id", "pad_token_id")

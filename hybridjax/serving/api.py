@@ -12,6 +12,9 @@ MAX_TOP_LOGPROBS = 20
 MAX_STOP_STRINGS = 16
 MAX_STOP_TOKENS = 64
 MAX_LOGIT_BIAS = 300
+MAX_PRIORITY = 1000
+MAX_CACHE_SALT = 256
+MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY = 0.01, 100
 
 FinishReason = Literal["stop", "length", "abort", "timeout", "error"]
 GrammarKind = Literal["json_schema", "json_object", "regex", "ebnf", "lark"]
@@ -132,7 +135,7 @@ _RANGES = (
     ("top_p", 0, 1),
     ("min_p", 0, 1),
     ("seed", -(2**63), 2**63 - 1),
-    ("repetition_penalty", 0.01, 100),
+    ("repetition_penalty", MIN_REPETITION_PENALTY, MAX_REPETITION_PENALTY),
     ("presence_penalty", -2, 2),
     ("frequency_penalty", -2, 2),
     ("min_tokens", 0, 2**31 - 1),

@@ -8,11 +8,9 @@ import numpy as np
 
 from hybridjax.errors import RequestError
 from hybridjax.ops.sampling import MAX_DEVICE_STOP_TOKENS
-from hybridjax.serving.api import FinishReason, SamplingParams
+from hybridjax.serving.api import MAX_CACHE_SALT, MAX_PRIORITY, FinishReason, SamplingParams
 from hybridjax.serving.prompt_images import PromptImages
 
-MAX_PRIORITY = 1000
-MAX_CACHE_SALT = 256
 MAX_PROMPT_LOGPROBS = 2**19
 
 

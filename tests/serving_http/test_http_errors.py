@@ -12,6 +12,7 @@ from http_fakes import PATIENCE, ByteTokenizer, FakeEngine, RunningServer, alpha
 from hybridjax.errors import EngineDeadError, RequestError
 from hybridjax.serving.api import SamplingParams
 from hybridjax.serving.http.protocol import ChatCompletionRequest, CompletionRequest
+from hybridjax.serving.request import Limits, make_request
 
 COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
 HELLO = [{"role": "user", "content": "hello"}]
@@ -64,7 +65,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"seed": "1"}, "seed", "valid integer"),
     ({"presence_penalty": 3}, "presence_penalty", "less than or equal to 2"),
     ({"frequency_penalty": -3}, "frequency_penalty", "greater than or equal to -2"),
-    ({"repetition_penalty": 0}, "repetition_penalty", "greater than 0"),
+    ({"repetition_penalty": 0.009}, "repetition_penalty", "greater than or equal to 0.01"),
     ({"logit_bias": {"x": 1}}, "logit_bias", "its keys must be token ids, not 'x'"),
     ({"logit_bias": {"1": 101}}, "logit_bias[1]", "less than or equal to 100"),
     ({"logit_bias": {"-1": 1}}, "logit_bias", "token ids"),
@@ -101,7 +102,7 @@ BAD_FIELDS: list[tuple[dict[str, Any], str, str]] = [
     ({"use_beam_search": True}, "use_beam_search", "not supported"),
     ({"prompt_logprobs": 21}, "prompt_logprobs", "less than or equal to 20"),
     ({"prompt_logprobs": 1, "stream": True}, "prompt_logprobs", "needs stream to be false"),
-    ({"priority": 10**6 + 1}, "priority", "less than or equal to 1000000"),
+    ({"priority": 1001}, "priority", "less than or equal to 1000"),
     ({"priority": 0.5}, "priority", "valid integer"),
     ({"cache_salt": ""}, "cache_salt", "at least 1 character"),
     ({"cache_salt": "s" * 257}, "cache_salt", "at most 256 characters"),
@@ -400,10 +401,21 @@ def test_the_documented_bounds_are_the_engines(schema: type):
         with pytest.raises(RequestError):
             SamplingParams(**{name: bounds["maximum"] + 1})
         # 0 tokens are for echo, without a token of the engine's in the answer.
-        if "minimum" in bounds and (name, bounds["minimum"]) != ("max_tokens", 0):
+        if (name, bounds["minimum"]) != ("max_tokens", 0):
             SamplingParams(**{name: bounds["minimum"]})
             with pytest.raises(RequestError):
                 SamplingParams(**{name: bounds["minimum"] - 1})
+    limits = Limits(context_length=64, vocab_size=8)
+    low, high = (fields["priority"][bound] for bound in ("minimum", "maximum"))
+    for priority in (low, high):
+        make_request("r", [1], SamplingParams(), limits, seed=0, priority=priority)
+    for priority in (low - 1, high + 1):
+        with pytest.raises(RequestError, match="priority is"):
+            make_request("r", [1], SamplingParams(), limits, seed=0, priority=priority)
+    longest = fields["cache_salt"]["anyOf"][0]["maxLength"]
+    make_request("r", [1], SamplingParams(), limits, seed=0, cache_salt="s" * longest)
+    with pytest.raises(RequestError, match="cache_salt must"):
+        make_request("r", [1], SamplingParams(), limits, seed=0, cache_salt="s" * (longest + 1))
 
 
 def test_the_official_client_raises_its_own_errors(client: openai.OpenAI, engine: FakeEngine):

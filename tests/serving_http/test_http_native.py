@@ -11,6 +11,9 @@ from hybridjax.serving.http.native import NativeAnswer
 from hybridjax.serving.http.native_protocol import GenerateRequest
 from hybridjax.serving.http.tokens import TokenTexts
 
+PIXEL = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}
+PICTURE = {"role": "user", "content": [PIXEL]}
+
 
 def generate(http: httpx.Client, sampling: Any = None, **body: Any) -> Any:
     reply = http.post("/generate", json={"sampling_params": sampling or {"max_new_tokens": 3}, **body})
@@ -347,6 +350,22 @@ def test_tokenize_and_detokenize(http: httpx.Client):
 )
 def test_token_routes_are_bounded(http: httpx.Client, path: str, body: Any, message: str):
     assert message in refusal(http, path, **body)[1]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ({}, "prompt is missing; give either prompt or messages"),
+        (
+            {"prompt": "x", "messages": [{"role": "user", "content": "x"}]},
+            "prompt is given with messages; give ",
+        ),
+        ({"messages": [PICTURE]}, "messages has images; this route takes text only"),
+    ],
+)
+def test_what_is_wrong_with_fields_together_names_one(http: httpx.Client, body: Any, message: str):
+    param, said = refusal(http, "/tokenize", **body)
+    assert said.startswith(message) and param == message.partition(" ")[0]
 
 
 def test_the_model_is_described(serve: Any, engine: FakeEngine):

@@ -208,7 +208,8 @@ class TokenizeRequest(Schema):
     @model_validator(mode="after")
     def _one_of_them(self) -> "TokenizeRequest":
         if bool(self.messages) == (self.prompt is not None):
-            raise ValueError("prompt is missing; give either prompt or messages")
+            wrong = "given with messages" if self.messages else "missing"
+            raise ValueError(f"prompt is {wrong}; give either prompt or messages")
         if any(isinstance(part, Picture) for message in self.messages for part in message.content):
             raise ValueError("messages has images; this route takes text only")
         return self

@@ -49,7 +49,7 @@ def parse[R: Schema](body: bytes, schema: type[R]) -> R:
     try:
         return schema.model_validate(given)
     except ValidationError as error:
-        raise _readable(error.errors(include_url=False)[0]) from None
+        raise _readable(error.errors(include_url=False)[0], schema) from None
 
 
 def show(value: Any) -> str:
@@ -57,7 +57,7 @@ def show(value: Any) -> str:
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
 
 
-def _readable(error: ErrorDetails) -> RequestError:
+def _readable(error: ErrorDetails, schema: type[Schema]) -> RequestError:
     field = ""
     for step in error["loc"]:
         field += f"[{step}]" if isinstance(step, int) else f".{step}" if field else str(step)
@@ -67,6 +67,12 @@ def _readable(error: ErrorDetails) -> RequestError:
         allowed = str(error.get("ctx", {})["error"])
     else:
         allowed = error["msg"].replace("Input should", "it must", 1)
+    if not field:
+        # What is wrong with several fields together begins with the name of one.
+        name = allowed.partition(" ")[0]
+        return RequestError(
+            allowed, param=name if name in schema.model_fields else None, code="invalid_value"
+        )
     # Whole messages are long and may be private.
     hidden = field.startswith("messages[") and isinstance(error["input"], dict | list)
     shown = "" if hidden else f" is {show(error['input'])}"

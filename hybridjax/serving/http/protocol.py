@@ -20,10 +20,14 @@ from pydantic import (
 
 from hybridjax.errors import RequestError
 from hybridjax.serving.api import (
+    MAX_CACHE_SALT,
     MAX_LOGIT_BIAS,
+    MAX_PRIORITY,
+    MAX_REPETITION_PENALTY,
     MAX_STOP_STRINGS,
     MAX_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
+    MIN_REPETITION_PENALTY,
     SamplingParams,
 )
 from hybridjax.serving.http.content import Picture
@@ -34,8 +38,6 @@ MAX_N = 8
 MAX_PROMPTS = 256
 MAX_MESSAGES = 4096
 MAX_TEMPLATE_KWARGS = 16
-MAX_PRIORITY = 10**6
-MAX_CACHE_SALT = 256
 MAX_TIMEOUT = 24 * 3600
 INT32_MAX = 2**31 - 1
 
@@ -168,7 +170,7 @@ class SamplingFields(Schema, GrammarFields):
     min_p: float = Field(0.0, ge=0, le=1)
     presence_penalty: float = Field(0.0, ge=-2, le=2)
     frequency_penalty: float = Field(0.0, ge=-2, le=2)
-    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    repetition_penalty: float = Field(1.0, ge=MIN_REPETITION_PENALTY, le=MAX_REPETITION_PENALTY)
     logit_bias: Annotated[dict[int, Bias], BeforeValidator(_logit_bias)] = Field({})
     stop: Annotated[list[StopString], BeforeValidator(_stop_strings)] = Field(
         [], max_length=MAX_STOP_STRINGS, description="a string or a list of strings that end the completion"
