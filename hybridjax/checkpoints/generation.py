@@ -78,8 +78,6 @@ def generation_config(path_or_name: str | Path, vocab_size: int | None = None) -
         value = fields[name] = _take(raw, name, kinds, file)
         if value is not None and not low <= value <= high:
             raise CheckpointError(f"{file}: {name} is {value!r}; it must be between {low} and {high}")
-    if fields["repetition_penalty"] == 0:
-        raise CheckpointError(f"{file}: repetition_penalty is 0; it must be above 0")
     for name in _TOKENS:
         fields[name] = _take_tokens(raw, name, vocab_size, file)
     return GenerationDefaults(**fields, extra=raw)

@@ -40,7 +40,7 @@ def test_generation_defaults_are_read(tmp_path):
         ({"top_p": 1.5}, "top_p is 1.5; it must be between 0 and 1"),
         ({"top_k": -2}, "top_k is -2; it must be between -1 and"),
         ({"min_p": -0.1}, "min_p is -0.1"),
-        ({"repetition_penalty": 0}, "repetition_penalty is 0; it must be above 0"),
+        ({"repetition_penalty": 0}, "repetition_penalty is 0; it must be between 0.01 and 100"),
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"bos_token_id": -1}, r"bos_token_id is -1; it must be an id in 0\.\."),
         ({"pad_token_id": [2]}, r"pad_token_id is \[2\]; it must be an id in"),
