@@ -43,5 +43,9 @@ class QueueFullError(HybridJaxError):
         self.retry_after = retry_after
 
 
+class GrammarError(HybridJaxError):
+    """A completion has come to where its grammar goes beyond a limit. Becomes HTTP 400."""
+
+
 class EngineDeadError(HybridJaxError):
     """The engine has stopped (shut down, or a device error it could not survive)."""

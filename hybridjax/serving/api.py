@@ -170,6 +170,7 @@ class RequestOutput:
         first, which nothing predicts.
       queue_seconds: from being accepted to first getting memory; None while it has not got any.
       error: for finish_reason "error", what went wrong.
+      is_requests_fault: whether that lies in the request, as with a grammar that goes beyond a limit.
     """
 
     request_id: str
@@ -184,6 +185,7 @@ class RequestOutput:
     cached_tokens: int = 0
     queue_seconds: float | None = None
     error: str | None = None
+    is_requests_fault: bool = False
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from hybridjax.errors import EngineDeadError, HybridJaxError, QueueFullError, RequestError
+from hybridjax.errors import EngineDeadError, GrammarError, HybridJaxError, QueueFullError, RequestError
 from hybridjax.serving.api import EngineStats, FinishReason, OnOutput, RequestOutput
 from hybridjax.serving.output import OutputProcessor
 from hybridjax.serving.plan import Handle, NotLaunchedError, Plan, PrefillRow, Runner, StepResult
@@ -276,9 +276,13 @@ class EngineLoop:
             self._beats += 1
             handle = self._runner.launch(plan)
         except NotLaunchedError as error:
-            logger.exception("a step could not be launched")
             at_fault = error.requests or tuple(row.request for row in plan.rows)
-            self._fail_requests(at_fault, str(error) if isinstance(error.__cause__, HybridJaxError) else None)
+            if isinstance(error.__cause__, GrammarError):
+                self._end_at_limit(at_fault, str(error))
+            else:
+                logger.exception("a step could not be launched")
+                known = isinstance(error.__cause__, HybridJaxError)
+                self._fail_requests(at_fault, str(error) if known else None)
             rest = tuple(row for row in plan.rows if row.request not in at_fault)
             if rest:
                 return self._launch(dataclasses.replace(plan, rows=rest))
@@ -321,6 +325,9 @@ class EngineLoop:
                     entry.processor.push_prompt(result.prompt_scores[column])
                 if known < steps:
                     event = entry.processor.push(result, column, steps, known)
+            except GrammarError as error:
+                self._end_at_limit([row.request], str(error))
+                continue
             except Exception as error:
                 logger.exception("request %s has failed", row.request.request_id)
                 message = str(error) if isinstance(error, HybridJaxError) else "internal error"
@@ -330,6 +337,15 @@ class EngineLoop:
                 self._end(entry, event.finish_reason, event)
             elif event is not None:
                 self._emit(entry, event)
+
+    def _end_at_limit(self, requests: Sequence[Request], problem: str) -> None:
+        """Ends requests whose grammars go beyond a limit."""
+        for request in requests:
+            entry = self._live.get(request.request_id)
+            if entry is not None and entry.request is request:
+                logger.warning("request %s was ended: %s", request.request_id, problem)
+                event = entry.processor.end("error", problem)
+                self._end(entry, "error", dataclasses.replace(event, is_requests_fault=True))
 
     def _end(
         self, entry: Entry, reason: FinishReason, event: RequestOutput | None = None, error: str | None = None

@@ -13,7 +13,7 @@ from typing import Any
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hybridjax.errors import HybridJaxError, RequestError
-from hybridjax.structured.matcher import EndTokens, Matcher, short
+from hybridjax.structured.matcher import QUICK_ACCEPT, EndTokens, Matcher, short
 from hybridjax.structured.sandbox import Sandbox, SandboxError
 from hybridjax.structured.source import to_llguidance
 from hybridjax.structured.tokens import without_special_texts
@@ -32,6 +32,7 @@ class GrammarLimits:
       seconds: for compiling and trying it out.
       memory: bytes that this may take.
       mask_seconds: of CPU time for finding out what may come next.
+      accept_seconds: of CPU time for taking tokens, see Matcher.
       trial_tokens: tokens of it that are generated to try it out.
       cached_grammars, cached_bytes: grammars that are known to be good, with their first masks, and how
         many bytes these take; each request compiles its own.
@@ -42,6 +43,7 @@ class GrammarLimits:
     seconds: int = 5
     memory: int = 2**30
     mask_seconds: float = 0.5
+    accept_seconds: float = 0.05
     trial_tokens: int = 48
     cached_grammars: int = 128
     cached_bytes: int = 2**23
@@ -104,9 +106,13 @@ class GrammarCompiler:
             "limits": self.limits.parser(),
             "memory": self.limits.memory,
             "mask_seconds": self.limits.mask_seconds,
+            "accept_seconds": self.limits.accept_seconds,
+            "quick_accept": QUICK_ACCEPT,
             "trial_tokens": self.limits.trial_tokens,
         }
         self._sandbox = Sandbox(self._setup, self.limits.seconds)
+        # Running requests' masks do not wait for new requests' grammars.
+        self._builders = _deep_workers(min(2, os.cpu_count() or 1))
         self._workers = _deep_workers(min(4, os.cpu_count() or 1))
         self._lock = threading.Lock()
         self._backend: LLTokenizer | None = None
@@ -127,7 +133,7 @@ class GrammarCompiler:
     def warm(self) -> None:
         """Prepares what the first grammar would wait for."""
         self._sandbox.start()
-        self._workers.submit(self._tokenizer).result()
+        self._builders.submit(self._tokenizer).result()
 
     def matcher(
         self,
@@ -155,19 +161,28 @@ class GrammarCompiler:
         ends = EndTokens(self._eos, stop_tokens, ignore_eos, min_tokens)
         # Copies of one state share its lexer, and with it the limits and the errors of each other.
         try:
-            job = self._workers.submit(self._fresh, compiled.grammar)
+            job = self._builders.submit(self._fresh, compiled.grammar)
         except RuntimeError as error:
             raise HybridJaxError("grammars are no longer compiled: it has been shut down") from error
         try:
             state = job.result(4 * self.limits.seconds)
-            return Matcher(state, compiled.mask, compiled.accepting, self._vocab, ends, self._workers)
+            return Matcher(
+                state,
+                compiled.mask,
+                compiled.accepting,
+                self._vocab,
+                ends,
+                self._workers,
+                self.limits.accept_seconds,
+            )
         except (HybridJaxError, TimeoutError) as error:
             raise RequestError(f"{field}: {error}", param=field) from error
 
     def close(self) -> None:
         """Ends the workers and the process; idempotent."""
         self._sandbox.close()
-        self._workers.shutdown(wait=False, cancel_futures=True)
+        for workers in (self._builders, self._workers):
+            workers.shutdown(wait=False, cancel_futures=True)
 
     def _compiled(self, kind: str, source: str, field: str) -> _Compiled:
         key = (kind, source)
@@ -213,7 +228,7 @@ class GrammarCompiler:
             ) from error
         if problem is not None:
             raise RequestError(f"{field}: {short(problem)}", param=field)
-        job = self._workers.submit(self._build, grammar)
+        job = self._builders.submit(self._build, grammar)
         try:
             return job.result(4 * self.limits.seconds)
         except (HybridJaxError, TimeoutError) as error:

@@ -2,14 +2,16 @@
 
 import concurrent.futures
 import dataclasses
+import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from hybridjax.errors import HybridJaxError
+from hybridjax.errors import GrammarError, HybridJaxError
 
 MASK_TIMEOUT = 30.0
+QUICK_ACCEPT = 0.001  # seconds; no longer than this, taking a token does not count
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,6 +43,8 @@ class Matcher:
       vocab_size: of the model, in tokens: the length of masks in bits.
       ends: see EndTokens.
       workers: computes masks.
+      accept_seconds: of CPU time that taking tokens may need in all, beyond QUICK_ACCEPT for each: for so
+        long other requests can be held up.
     """
 
     def __init__(
@@ -51,6 +55,7 @@ class Matcher:
         vocab_size: int,
         ends: EndTokens,
         workers: concurrent.futures.Executor,
+        accept_seconds: float = 0.05,
     ):
         self._state = state
         self._vocab = vocab_size
@@ -58,6 +63,7 @@ class Matcher:
         self._model_bits = _bits(ends.model, vocab_size)
         self._all_bits = self._model_bits | _bits(ends.own, vocab_size)
         self._workers = workers
+        self._accept_left = accept_seconds
         self._count = 0
         self._complete = False
         self._next: concurrent.futures.Future[np.ndarray] = concurrent.futures.Future()
@@ -81,16 +87,24 @@ class Matcher:
         """Takes the next token of the completion.
 
         Raises:
-          HybridJaxError: the grammar does not allow the token here, is complete, or could not go on before.
+          HybridJaxError: the grammar does not allow the token here, or is complete.
+          GrammarError: it goes beyond a limit here, or has before.
         """
         if self._complete:
             raise HybridJaxError(f"token {token} comes after the grammar's end")
-        self.mask()  # llguidance's state is not to be used by two threads
-        if not self._state.consume_token(token):
+        mask = self.mask()  # llguidance's state is not to be used by two threads
+        start = time.thread_time()
+        fits = self._state.consume_token(token)
+        self._accept_left -= max(0.0, time.thread_time() - start - QUICK_ACCEPT)
+        if not fits and mask[token // 32] >> np.uint32(token % 32) & 1:
+            raise _beyond_limits(short(self._state.get_error() or "no reason given"))
+        if not fits:
             raise HybridJaxError(f"token {token} does not fit the grammar")
         self._count += 1
         if self._state.is_stopped():
             self._complete = True
+        elif self._accept_left < 0:
+            raise _beyond_limits("taking its tokens needs too much time")
         else:
             self._next = self._workers.submit(self._compute)
 
@@ -100,17 +114,17 @@ class Matcher:
         Blocks until it has been computed.
 
         Raises:
-          HybridJaxError: it could not be computed: the completion has become too complex for the limits.
+          GrammarError: it could not be computed within the limits.
         """
         try:
             return self._next.result(MASK_TIMEOUT)
         except (TimeoutError, concurrent.futures.CancelledError) as error:
-            raise HybridJaxError("the grammar's next mask was not computed in time") from error
+            raise GrammarError("the grammar's next mask was not computed in time") from error
 
     def _compute(self) -> np.ndarray:
         mask = self._state.compute_bitmask()
         if self._state.is_error():
-            raise HybridJaxError(f"the grammar cannot go on: {short(self._state.get_error())}")
+            raise _beyond_limits(short(self._state.get_error()))
         return self._finish(mask, self._state.is_accepting())
 
     def _finish(self, mask: bytes, accepting: bool) -> np.ndarray:
@@ -131,7 +145,7 @@ class Matcher:
         elif self._count < self._ends.min_tokens and (words & ~self._all_bits).any():
             words &= ~self._all_bits
         if not words.any():
-            raise HybridJaxError("the grammar allows no token of this model's")
+            raise GrammarError("the grammar allows no token of this model's")
         words.flags.writeable = False
         return words
 
@@ -142,6 +156,10 @@ def _bits(tokens: Sequence[int], vocab_size: int) -> np.ndarray:
         if token < vocab_size:
             words[token // 32] |= np.uint32(1 << (token % 32))
     return words
+
+
+def _beyond_limits(problem: str) -> GrammarError:
+    return GrammarError(f"the completion goes beyond a limit of grammars here: {problem}")
 
 
 def short(problem: str) -> str:

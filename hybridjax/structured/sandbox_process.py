@@ -37,6 +37,7 @@ def problem_of(tokenizer: LLTokenizer, grammar: str, limits: LLParserLimits, rul
     matcher = fresh.deep_copy()
     ends = set(rules["eos"])
     draw = random.Random(0)
+    accept_left = rules["accept_seconds"]
     for step in range(rules["trial_tokens"]):
         start = time.thread_time()
         mask = matcher.compute_bitmask()
@@ -46,8 +47,12 @@ def problem_of(tokenizer: LLTokenizer, grammar: str, limits: LLParserLimits, rul
         if time.thread_time() - start > rules["mask_seconds"]:
             return "too complex: finding out what may come next takes too long"
         token = pick(mask, draw, ends)
+        start = time.thread_time()
         if token is not None and not matcher.consume_token(token):
             return f"too complex: {matcher.get_error()}"
+        accept_left -= max(0.0, time.thread_time() - start - rules["quick_accept"])
+        if accept_left < 0:
+            return "too complex: taking its tokens needs too much time"
         if token is None or matcher.is_stopped():
             matcher = fresh.deep_copy()
     return None

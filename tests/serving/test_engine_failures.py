@@ -14,7 +14,7 @@ from serving_fakes import (
     submit_together,
 )
 
-from hybridjax.errors import EngineDeadError
+from hybridjax.errors import EngineDeadError, GrammarError
 from hybridjax.serving.api import SamplingParams
 from hybridjax.serving.plan import DecodePlan, NotLaunchedError, PrefillPlan, StepResult
 
@@ -137,6 +137,37 @@ def test_a_row_that_the_device_cannot_take_fails_alone():
         assert recorder.reason("b") == "error"
         assert recorder.tokens("a") == recorder.tokens("c") == expected
         assert runner.recoveries == 0
+
+
+class Limited:
+    """A matcher that goes beyond a limit with the first token."""
+
+    ready, is_complete = True, False
+
+    def accept(self, token):
+        raise GrammarError("too many items")
+
+
+@pytest.mark.parametrize("where", ["mask", "token"])
+def test_a_grammar_beyond_a_limit_ends_its_request_alone_with_a_line_in_the_log(where, caplog):
+    caplog.set_level(logging.WARNING, logger="hybridjax.serving")
+    with serving() as (engine, runner):
+        recorder = Recorder()
+
+        def limit_b(plan):
+            bad = [row.request for row in plan.rows if row.request.request_id == "b"]
+            if bad and where == "mask":
+                raise NotLaunchedError("too many items", bad) from GrammarError("too many items")
+            for request in bad:
+                request.matcher = Limited()
+
+        submit_together(engine, runner, recorder, [(name, 70, LONG) for name in "abc"], limit_b)
+        recorder.wait(3)
+        last = recorder.events["b"][-1]
+        assert (last.finish_reason, last.error, last.is_requests_fault) == ("error", "too many items", True)
+        assert recorder.tokens("a") == recorder.tokens("c") == alone(engine, prompt_of(70), LONG)
+    [record] = [record for record in caplog.records if "too many items" in record.getMessage()]
+    assert record.levelno == logging.WARNING and record.exc_info is None
 
 
 @pytest.mark.parametrize("recovery", ["refuses", "raises"])

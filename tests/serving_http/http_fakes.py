@@ -14,7 +14,7 @@ import httpx
 import numpy as np
 
 from hybridjax.configs.serving import ServerConfig
-from hybridjax.errors import QueueFullError, RequestError
+from hybridjax.errors import GrammarError, QueueFullError, RequestError
 from hybridjax.serving.api import (
     EngineInfo,
     EngineStats,
@@ -110,7 +110,8 @@ class _Live:
         """The next token as an event; a scripted exception or "timeout" as such an event."""
         token = next(self.tokens)
         if isinstance(token, Exception):
-            return self._event(finish_reason="error", error=str(token))
+            is_requests_fault = isinstance(token, GrammarError)
+            return self._event(finish_reason="error", error=str(token), is_requests_fault=is_requests_fault)
         if token == "timeout":
             return self._event(finish_reason="timeout")
         self.generated += 1

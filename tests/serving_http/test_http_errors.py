@@ -9,7 +9,7 @@ import openai
 import pytest
 from http_fakes import PATIENCE, ByteTokenizer, FakeEngine, RunningServer, alphabet
 
-from hybridjax.errors import EngineDeadError, RequestError
+from hybridjax.errors import EngineDeadError, GrammarError, RequestError
 from hybridjax.serving.api import SamplingParams
 from hybridjax.serving.http.protocol import ChatCompletionRequest, CompletionRequest
 from hybridjax.serving.request import Limits, make_request
@@ -469,6 +469,20 @@ def test_an_engine_error_is_a_500_without_internals(
     assert "deadbeef" not in reply.text
     assert reply.headers["x-request-id"] in reply.text
     assert "0xdeadbeef" in caplog.text and reply.headers["x-request-id"] in caplog.text
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_grammar_beyond_a_limit_is_the_requests_fault(
+    http: httpx.Client, engine: FakeEngine, caplog: pytest.LogCaptureFixture, stream: bool
+):
+    engine.script = lambda prompt, params: iter([97, GrammarError("2034 items; max is 2000")])
+    reply = http.post(COMPLETIONS, json={"prompt": "x", "regex": "a+", "stream": stream})
+    if stream:
+        error = json.loads(reply.text.rpartition("data: ")[2])["error"]
+        assert (error["code"], error["message"]) == ("grammar_too_complex", "2034 items; max is 2000")
+    else:
+        check(reply, 400, None, "2034 items; max is 2000", "grammar_too_complex")
+    assert not any(record.exc_info for record in caplog.records)
 
 
 @pytest.mark.parametrize("stream", [False, True])

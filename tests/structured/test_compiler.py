@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import threading
 import time
 
 import pytest
@@ -89,6 +90,7 @@ WRONG = [
     ("lark", "start: " + "(" * 3000 + '"a"' + ")" * 3000, "nested"),
     ("lark", chain(30, "{0} {0}", '"a"'), "too complex"),
     ("lark", 'start: ("a" "b"){1000000}', "too complex"),
+    ("lark", 'start: x{1,40}\nx: "a" | "ab" | "aba" | x x', "too complex"),
     ("lark", "%import .etc.passwd\nstart: INT", "Unknown"),
     ("lark", "start: a b\na[lazy]: /.*/\nb: /x/", ""),
     ("no_such_kind", "a", "unknown kind"),
@@ -236,6 +238,28 @@ def test_requests_of_one_grammar_do_not_share_limits_or_errors(tokenizer):
                 assert token in allowed(matcher)
                 matcher.accept(token)
     finally:
+        compiler.close()
+
+
+def test_masks_do_not_wait_for_new_grammars(tokenizer):
+    compiler, go = GrammarCompiler(tokenizer, tokenizer.vocab_size, EOS), threading.Event()
+    try:
+        running = compiler.matcher("regex", "[ab]{9}")
+        fresh = compiler._fresh
+        compiler._fresh = lambda grammar: (go.wait(60), fresh(grammar))[1]
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            new = [pool.submit(compiler.matcher, "regex", "[ab]{9}") for _ in range(8)]
+            while compiler._builders._work_queue.qsize() == 0:
+                time.sleep(0.01)
+            for _ in range(3):
+                running.accept(allowed(running)[0])
+                assert running.wait(60)
+            assert not any(job.done() for job in new)
+            go.set()
+            for job in new:
+                assert job.result(60).ready
+    finally:
+        go.set()
         compiler.close()
 
 

@@ -2,12 +2,13 @@
 
 import concurrent.futures
 import threading
+import time
 
 import numpy as np
 import pytest
 from grammar_walks import EOS, allowed, byte_tokens
 
-from hybridjax.errors import HybridJaxError
+from hybridjax.errors import GrammarError, HybridJaxError
 from hybridjax.structured.matcher import EndTokens, Matcher
 
 A, B = 69, 70  # of tiny-sala
@@ -91,6 +92,8 @@ class FakeState:
         self.go = threading.Event()
         self.inside = threading.Semaphore(1)
         self.overlapped = False
+        self.refused = {13}
+        self.work = 0.0
 
     def _alone(self, call):
         self.overlapped |= not self.inside.acquire(blocking=False)
@@ -100,7 +103,10 @@ class FakeState:
             self.inside.release()
 
     def consume_token(self, token):
-        return self._alone(lambda: token != 13)
+        until = time.thread_time() + self.work
+        while time.thread_time() < until:
+            pass
+        return self._alone(lambda: token not in self.refused)
 
     def is_stopped(self):
         return False
@@ -118,9 +124,9 @@ class FakeState:
         return self._alone(lambda: (self.go.wait(30), b"\x06\0\0\0")[1])
 
 
-def fake_matcher(pool):
+def fake_matcher(pool, accept_seconds=0.05):
     state = FakeState()
-    return state, Matcher(state, b"\x06", False, 40, EndTokens((0,)), pool)
+    return state, Matcher(state, b"\x06", False, 40, EndTokens((0,)), pool, accept_seconds)
 
 
 def test_masks_are_computed_in_a_worker_and_waited_for():
@@ -144,7 +150,7 @@ def test_a_mask_that_fails_is_an_error_of_the_request():
         state.error = "too many items\n<state> a secret"
         matcher.accept(1)
         for _ in range(2):
-            with pytest.raises(HybridJaxError, match="too many items") as error:
+            with pytest.raises(GrammarError, match="beyond a limit .* too many items") as error:
                 matcher.mask()
             assert "secret" not in str(error.value)
         with pytest.raises(HybridJaxError):
@@ -152,6 +158,31 @@ def test_a_mask_that_fails_is_an_error_of_the_request():
         _, rejected = fake_matcher(pool)
         with pytest.raises(HybridJaxError, match="does not fit"):
             rejected.accept(13)
+
+
+def test_a_token_that_the_mask_allows_is_refused_for_a_limit_only():
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        state, matcher = fake_matcher(pool)
+        state.refused, state.error = {1, 3}, "Current row has 2034 items; max is 2000\n<state> a secret"
+        with pytest.raises(GrammarError, match="beyond a limit .* 2034 items; max is 2000$"):
+            matcher.accept(1)
+        _, matcher = fake_matcher(pool)
+        matcher._state.refused = {3}
+        with pytest.raises(HybridJaxError, match="token 3 does not fit") as error:
+            matcher.accept(3)
+        assert not isinstance(error.value, GrammarError)
+
+
+def test_taking_tokens_may_hold_others_up_for_so_long_only():
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        state, matcher = fake_matcher(pool, accept_seconds=0.01)
+        state.go.set()
+        for _ in range(50):
+            matcher.accept(1)  # quick ones do not add up
+        state.work = 0.005
+        with pytest.raises(GrammarError, match="too much time"):
+            for _ in range(10):
+                matcher.accept(1)
 
 
 def test_a_mask_that_never_comes_is_an_error_too():

@@ -10,6 +10,7 @@ from starlette.concurrency import run_in_threadpool
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from hybridjax.errors import RequestError
 from hybridjax.serving.api import RequestOutput
 from hybridjax.serving.http.bodies import Bodies, Envelope, usage
 from hybridjax.serving.http.errors import GenerationFailedError, RequestTimeoutError, describe, dumps
@@ -133,7 +134,8 @@ class GenerationResponse(Response):
             raise
         except Exception as error:
             # The status line is out already, so the stream itself has to tell.
-            logger.error("%s failed while streaming", generation.request_id, exc_info=error)
+            details = None if isinstance(error, RequestError) else error
+            logger.error("%s failed while streaming: %s", generation.request_id, error, exc_info=details)
             ending = [_event(describe(error, generation.request_id)[1])]
         await send({"type": "http.response.body", "body": b"".join(ending)})
 
@@ -194,6 +196,8 @@ async def _close_on_disconnect(receive: Receive, generation: Generation) -> None
 async def _next(generation: Generation) -> list[tuple[int, RequestOutput]]:
     news = await generation.next()
     for _, output in news:
+        if output.finish_reason == "error" and output.is_requests_fault:
+            raise RequestError(output.error or "no reason given", code="grammar_too_complex")
         if output.finish_reason == "error":
             raise GenerationFailedError(output.error or "no reason given")
     return news
