@@ -215,7 +215,7 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--needle-lengths", default="512,1024,2048,4096")
-    parser.add_argument("--max-prefill-share", type=float, default=0.5)
+    parser.add_argument("--max-prefill-share", type=float, default=EngineConfig.max_prefill_share)
     args = parser.parse_args()
     print(environment(), flush=True)
     out: dict = {}

@@ -70,7 +70,7 @@ class EngineConfig:
         None, "seconds after which a request ends unfinished, if it names no shorter time itself"
     )
     max_prefill_share: float = flag(
-        0.5,
+        0.45,
         "share of the device's time that prompts may take while others decode, as far as prefill steps "
         "can be made small enough; 1: prefill and decode steps just alternate",
     )
