@@ -46,23 +46,36 @@ class MappedMemory:
         self._array = array
         self._registered = False
         platform = jax.default_backend()
-        if platform == "cpu":
-            pointer, kind = array.ctypes.data, _CPU
-        elif platform == "gpu":
+        if platform not in ("cpu", "gpu"):
+            raise MappingError(f"platform {platform} has no mapped host memory")
+        pointer, kind = array.ctypes.data, _CPU
+        if platform == "gpu":
             pointer, kind = _register(array), _CUDA
             self._registered = True
-        else:
-            raise MappingError(f"platform {platform} has no mapped host memory")
-        self.view: jax.Array = jax.dlpack.from_dlpack(_Tensor(pointer, kind, array), copy=False)
+        try:
+            self.view: jax.Array = jax.dlpack.from_dlpack(_Tensor(pointer, kind, array), copy=False)
+        except Exception as error:
+            self._unregister()
+            raise MappingError(f"JAX does not take the memory: {error}") from error
+        # The view does not own its memory: it stays until ``close``, whoever forgets this object.
+        _OPEN.add(self)
 
     def close(self) -> None:
         """Ends the mapping; nothing may use the view any more. Idempotent."""
         if not self.view.is_deleted():
             self.view.delete()
+        self._unregister()
+        _OPEN.discard(self)
+
+    def _unregister(self) -> None:
         if self._registered:
             self._registered = False
-            with _context() as cuda:
-                _check(cuda.cuMemHostUnregister(ctypes.c_void_p(self._array.ctypes.data)), "unpin memory")
+            _unpin(self._array)
+
+
+def _unpin(array: np.ndarray) -> None:
+    with _context() as cuda:
+        _check(cuda.cuMemHostUnregister(ctypes.c_void_p(array.ctypes.data)), "unpin memory")
 
 
 def _register(array: np.ndarray) -> int:
@@ -71,8 +84,10 @@ def _register(array: np.ndarray) -> int:
     size = ctypes.c_size_t(array.nbytes)
     with _context() as cuda:
         _check(cuda.cuMemHostRegister_v2(start, size, _PORTABLE_AND_MAPPED), f"pin {array.nbytes} bytes")
-        _check(cuda.cuMemHostGetDevicePointer_v2(ctypes.byref(address), start, 0), "map pinned memory")
-    assert address.value is not None
+        result = cuda.cuMemHostGetDevicePointer_v2(ctypes.byref(address), start, 0)
+    if result or address.value is None:
+        _unpin(array)
+        raise MappingError(f"the CUDA driver could not map pinned memory: error {result}")
     return address.value
 
 
@@ -135,6 +150,7 @@ class _DLManagedTensor(ctypes.Structure):
 # can be relied on: the deleter is a C function that does nothing to its argument, and structures stay.
 _NOTHING = ctypes.cast(ctypes.CDLL(None).labs, ctypes.c_void_p)
 _STRUCTURES: list[Any] = []
+_OPEN: set[MappedMemory] = set()
 
 
 class _Tensor:

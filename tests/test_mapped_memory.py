@@ -143,3 +143,25 @@ def test_without_a_driver(monkeypatch):
     monkeypatch.setattr(mapped_memory.ctypes, "CDLL", missing)
     with pytest.raises(MappingError, match="no CUDA driver: libcuda"):
         mapped_memory._register(filled((4, 4), np.uint8))
+
+
+def test_memory_stays_as_long_as_its_view_may_be_read():
+    array = filled((1 << 16, 64), np.uint8)
+    want = array[::4096].copy()
+    view = MappedMemory(array).view
+    del array
+    gc.collect()
+    _ = [np.ones(1 << 22, np.uint8) for _ in range(8)]
+    np.testing.assert_array_equal(np.asarray(view)[::4096], want)
+    for memory in list(mapped_memory._OPEN):
+        if memory.view is view:
+            memory.close()
+    assert all(memory.view is not view for memory in mapped_memory._OPEN)
+
+
+def test_what_was_pinned_is_unpinned_if_it_cannot_be_mapped(monkeypatch):
+    cuda = driver(monkeypatch, "cuMemHostGetDevicePointer_v2")
+    with pytest.raises(MappingError, match="could not map pinned memory: error 2"):
+        mapped_memory._register(filled((4, 4), np.uint8))
+    assert "cuMemHostUnregister" in cuda.calls
+    mapped_memory._driver.cache_clear()

@@ -8,6 +8,9 @@ import numpy as np
 
 from hybridjax.serving.plan import DecodeRow, PrefillRow
 
+# Steps whose tokens are not looked at yet; more than are ever under way, so that nothing is waited for.
+_MOST_PENDING = 8
+
 
 class NgramRows:
     """Gathers the n-gram embeddings of a step's rows and keeps each slot's last token ids.
@@ -65,6 +68,8 @@ class NgramRows:
     def sampled(self, tokens: jax.Array, rows: Sequence[DecodeRow | PrefillRow]) -> None:
         """Notes that a launched step will sample int32[1, B] ``tokens``, -1 for rows that emit none."""
         self._pending.append((tokens, np.array([row.request.slot for row in rows])))
+        if len(self._pending) > _MOST_PENDING:
+            self._resolve(1)
 
     def forget(self) -> None:
         """Drops what failed steps would have sampled."""
@@ -76,8 +81,9 @@ class NgramRows:
             slots[slots == slot] = 0
         self._context[slot, 1:] = context
 
-    def _resolve(self) -> None:
-        pending, self._pending = self._pending, []
+    def _resolve(self, count: int | None = None) -> None:
+        """Takes in what the oldest ``count`` steps have sampled; None: all of them."""
+        pending, self._pending = self._pending[:count], [] if count is None else self._pending[count:]
         for tokens, slots in pending:
             found = np.asarray(tokens)[0, : len(slots)]
             slots, found = slots[found >= 0], found[found >= 0]

@@ -22,7 +22,7 @@ import dataclasses
 import itertools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from hybridjax.batch import TILE
 from hybridjax.serving.api import FinishReason
@@ -330,6 +330,8 @@ class Scheduler:
         """
         if not self._waiting or self._refused_at == self._changes:
             return None
+        if self._is_full and not self._priorities:
+            return None
         request = self._waiting.first()
         if request is not None and most_tiles is not None and self._is_long(request, most_tiles):
             earliest = itertools.islice(self._waiting, _OVERTAKERS)
@@ -349,12 +351,10 @@ class Scheduler:
 
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request a slot and pages, and its lengths; False if there is no room."""
-        if len(self._prefilling) + len(self._running) >= self.max_running:
+        if self._is_full:
             return False
         match = self.memory.match(request)
-        each = _SPARE_UNDER_PRESSURE if self._under_pressure else _SPARE
-        spare = sum(min(each, r.pages_needed(self.page_size) - len(r.pages)) for r in self.admitted)
-        if not self.memory.admit(request, match, request.known_length, spare):
+        if not self.memory.admit(request, match, request.known_length, self._spare(self.admitted)):
             return False
         request.cached = request.computed = request.scheduled = match.tokens
         request.restore_slot = match.slot
@@ -362,6 +362,15 @@ class Scheduler:
         if request.admitted is None:
             request.admitted, request.cached_tokens = self._clock(), match.tokens
         return True
+
+    @property
+    def _is_full(self) -> bool:
+        return len(self._prefilling) + len(self._running) >= self.max_running
+
+    def _spare(self, requests: Iterable[Request]) -> int:
+        """Pages to leave over, so that these admitted requests can go on for a while."""
+        each = _SPARE_UNDER_PRESSURE if self._under_pressure else _SPARE
+        return sum(min(each, r.pages_needed(self.page_size) - len(r.pages)) for r in requests)
 
     def _make_room(self, request: Request) -> bool:
         """Preempts requests of lower priority for one that does not fit, if that helps."""
@@ -375,6 +384,7 @@ class Scheduler:
         # A page that somebody else holds too does not become free.
         freed = sum(pages.others(page) == count for page, count in held.items())
         needed = self.memory.pages_for(request.known_length)
+        needed += self._spare(r for r in self.admitted if r.priority >= request.priority)
         if not victims or pages.available + pages.num_idle + freed < needed:
             return False
         for victim in victims:

@@ -83,3 +83,12 @@ def test_rows_that_emit_nothing_keep_their_context(rows):
     rows.sampled(jnp.array([[9]]), [chunk])
     got, _ = decode(rows, 3)
     np.testing.assert_array_equal(got[0], want(rows, [62, 63, 1, 9]))
+
+
+def test_steps_that_nobody_decodes_after_do_not_pile_up(rows):
+    for i in range(100):
+        _, chunk = prefill(rows, [i, i + 1], 1 + i % 3)
+        rows.sampled(jnp.array([[i]]), [chunk])
+    assert len(rows._pending) < 10
+    got, _ = decode(rows, 1)
+    np.testing.assert_array_equal(got[0], want(rows, [99, 100, 99]))

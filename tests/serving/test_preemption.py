@@ -400,3 +400,36 @@ def test_offline_generation_keeps_the_operator_s_time_limit():
         runner.on_launch = lambda plan: time.sleep(0.01)
         params = SamplingParams(temperature=0, max_tokens=500, ignore_eos=True)
         assert engine.generate([prompt_of(60)], params)[0].finish_reason == "timeout"
+
+
+def test_nobody_is_preempted_if_others_would_have_too_little_left():
+    """An admission leaves pages for those who go on: victims are not enough if that takes them all."""
+    driver = Driver(num_pages=11, priorities=True, max_running=4)
+    high = make_related("high", 250, 0, max_tokens=200, ignore_eos=True)
+    low = make_related("low", 60, 0, max_tokens=200, ignore_eos=True)
+    high.priority = 2
+    for request in (high, low):
+        driver.scheduler.add(request)
+    for _ in range(2):
+        driver.step()
+    middle = make_related("middle", 380, 0, max_tokens=20, ignore_eos=True)
+    middle.priority = 1
+    driver.scheduler.add(middle)
+    free = driver.scheduler.stats().free_pages
+    driver.step()
+    if middle.admitted is None:
+        assert low.epoch == 0, f"{free} pages were free, and nothing was gained"
+    driver.finish(high, low, middle)
+
+
+def test_a_full_engine_does_not_look_for_whom_to_admit():
+    driver = Driver(max_running=1, policy="lpm", prefix_caching=True)
+    driver.scheduler.add(long_output("running"))
+    driver.step()
+    looked = []
+    driver.scheduler._waiting._cached_tokens = lambda request: looked.append(request) or 0
+    for i in range(5):
+        driver.scheduler.add(long_output(f"r{i}"))
+    for _ in range(10):
+        driver.step()
+    assert looked == []
