@@ -69,6 +69,7 @@ class EngineLoop:
         self._in_flight: collections.deque[tuple[Plan, Handle]] = collections.deque()
         # When the device had done the last step that was read, or had nothing to do.
         self._device_since = 0.0
+        self._next_check = 0.0
         self._pools_suspect = False
         # Shared between threads, guarded by the condition's lock.
         self._condition = threading.Condition()
@@ -330,12 +331,14 @@ class EngineLoop:
                 continue
             except Exception as error:
                 logger.exception("request %s has failed", row.request.request_id)
-                message = str(error) if isinstance(error, HybridJaxError) else "internal error"
-                self._end(entry, "error", error=message)
+                self._pools_suspect |= isinstance(error, PoolError)
+                told = isinstance(error, HybridJaxError) and not isinstance(error, PoolError)
+                self._end(entry, "error", error=str(error) if told else "internal error")
                 continue
             if event is not None and event.finish_reason is not None:
                 self._end(entry, event.finish_reason, event)
-            elif event is not None:
+            elif event is not None and self._live.get(row.request.request_id) is entry:
+                # Not if the watchdog has given it its last event meanwhile.
                 self._emit(entry, event)
 
     def _end_at_limit(self, requests: Sequence[Request], problem: str) -> None:
@@ -403,11 +406,17 @@ class EngineLoop:
             raise EngineDeadError("the runner cannot go on after a failed step")
 
     def _check_when_idle(self) -> None:
+        """Looks whether the pools are whole, for at most one hundredth of the time."""
+        start = time.monotonic()
+        if start < self._next_check:
+            return
         try:
             self._scheduler.check_integrity()
         except PoolError:
             logger.exception("the idle pools are not whole")
             self._pools_suspect = True
+        end = time.monotonic()
+        self._next_check = end + 100 * (end - start)
 
     def _reset_pools(self) -> None:
         """Goes on with fresh pools after they have contradicted themselves; admitted requests end."""

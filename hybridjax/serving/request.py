@@ -41,6 +41,7 @@ class Request:
       deadline: when it ends unfinished, on the same clock; None: never.
       priority: higher goes first, where the scheduler looks at it.
       cache_salt: cached prefixes are shared among equal ones only.
+      waited_for: length of ``output`` for whose next mask the scheduler has waited; -1 for none.
       matcher: the state of its grammar (hybridjax/structured), None for none.
       output: generated tokens that have been read.
       epoch: how often it has been preempted; steps launched in an earlier epoch do not count.
@@ -71,6 +72,7 @@ class Request:
     cache_salt: bytes = b""
     matcher: Any = None
     output: list[int] = dataclasses.field(default_factory=list)
+    waited_for: int = -1
     epoch: int = 0
     admitted: float | None = None
     cached_tokens: int = 0

@@ -1,6 +1,7 @@
 """The device side of the engine: from plans to launched programs, from outputs to results."""
 
 import concurrent.futures
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -213,7 +214,8 @@ class ModelRunner:
     def close(self) -> None:
         """Frees the device arrays; idempotent."""
         if self._mapped and self._state is not None:
-            jax.block_until_ready(self._state)  # no step may still read the memory
+            with contextlib.suppress(Exception):  # a step that has failed has said so already
+                jax.block_until_ready(self._state)  # no step may still read the memory
         self._drop_state()
         for leaf in jax.tree.leaves(self._parameters):
             if not leaf.is_deleted():

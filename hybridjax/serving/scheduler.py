@@ -189,7 +189,8 @@ class Scheduler:
                 f"{request.computed} computed, {request.scheduled} scheduled"
             )
         request.computed = end
-        self._changes += 1
+        # A decode step makes no room for anybody; pages and snapshots of a prompt may be matched.
+        self._changes += isinstance(row, PrefillRow)
         cache = self.memory.cache
         if cache is not None and isinstance(row, PrefillRow):
             cache.insert(request.cache_ids, request.pages, end, request.cache_salt)
@@ -320,7 +321,9 @@ class Scheduler:
 
     def _cached_tokens(self, request: Request) -> int:
         cache = self.memory.cache
-        return 0 if cache is None else cache.cached_tokens(request.cache_ids, request.cache_salt)
+        if cache is None or request.params.prompt_logprobs is not None:
+            return 0
+        return cache.cached_tokens(request.cache_ids, request.cache_salt)
 
     def _admit_next(self, most_tiles: int | None) -> Request | None:
         """Moves the next waiting request to prefill if it fits now.
@@ -466,14 +469,18 @@ class Scheduler:
         return rows
 
     def _late_masks(self) -> list[Request]:
-        """Requests that could decode if their next masks had been computed; these get a moment longer."""
+        """Requests that could decode if their next masks had been computed; each mask gets a moment once."""
         until, late = None, []
         for request in self._running:
             matcher = request.matcher
             if matcher is None or request.scheduled != request.computed or matcher.ready:
                 continue
+            if request.known_tokens(request.scheduled, 1):  # replayed without a mask
+                continue
             until = until or time.monotonic() + _MASK_PATIENCE
-            if not matcher.wait(until - time.monotonic()):
+            patience = 0.0 if request.waited_for == len(request.output) else until - time.monotonic()
+            request.waited_for = len(request.output)
+            if not matcher.wait(patience):
                 late.append(request)
         return late
 

@@ -31,7 +31,8 @@ class WaitingQueue:
         # A request keeps its number until it is forgotten, so that it can come back.
         self._numbers: dict[Request, int] = {}
         self._order: list[tuple[int, int, Request]] = []
-        self._passed: tuple[Request | None, int] = (None, 0)
+        # How often a request that was the earliest has been passed over.
+        self._passed: dict[Request, int] = {}
 
     def __len__(self) -> int:
         return len(self._order)
@@ -61,6 +62,7 @@ class WaitingQueue:
         """Ends a request's stay: it does not come back."""
         self.remove(request)
         self._numbers.pop(request, None)
+        self._passed.pop(request, None)
 
     def number(self, request: Request) -> int:
         """Which request it was, counting all that were ever added and not forgotten."""
@@ -71,8 +73,7 @@ class WaitingQueue:
         if not self._order:
             return None
         top, _, earliest = self._order[0]
-        passed, count = self._passed
-        if self._policy == "fcfs" or (passed is earliest and count >= _PATIENCE):
+        if self._policy == "fcfs" or self._passed.get(earliest, 0) >= _PATIENCE:
             return earliest
         candidates = [request for rank, _, request in self._order[:_MATCHED] if rank == top]
         # max keeps the first of equals, which came first.
@@ -82,8 +83,8 @@ class WaitingQueue:
         """Removes a request that is being admitted, and notes whether the earliest was passed over."""
         earliest = self._order[0][2]
         if request is not earliest:
-            known, count = self._passed
-            self._passed = (earliest, count + 1 if known is earliest else 1)
+            self._passed[earliest] = self._passed.get(earliest, 0) + 1
+        self._passed.pop(request, None)
         self.remove(request)
 
     def _rank(self, request: Request, number: int) -> tuple[int, int]:

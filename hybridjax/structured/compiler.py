@@ -12,7 +12,7 @@ from typing import Any
 
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from hybridjax.errors import HybridJaxError, RequestError
+from hybridjax.errors import HybridJaxError, QueueFullError, RequestError
 from hybridjax.structured.matcher import QUICK_ACCEPT, EndTokens, Matcher, short
 from hybridjax.structured.sandbox import Sandbox, SandboxError
 from hybridjax.structured.source import to_llguidance
@@ -165,7 +165,7 @@ class GrammarCompiler:
         except RuntimeError as error:
             raise HybridJaxError("grammars are no longer compiled: it has been shut down") from error
         try:
-            state = job.result(4 * self.limits.seconds)
+            state = self._result(job)
             return Matcher(
                 state,
                 compiled.mask,
@@ -175,8 +175,18 @@ class GrammarCompiler:
                 self._workers,
                 self.limits.accept_seconds,
             )
-        except (HybridJaxError, TimeoutError) as error:
+        except QueueFullError:
+            raise
+        except HybridJaxError as error:
             raise RequestError(f"{field}: {error}", param=field) from error
+
+    def _result(self, job: "concurrent.futures.Future[Any]") -> Any:
+        """What a job has made, unless others keep the builders busy for too long."""
+        try:
+            return job.result(4 * self.limits.seconds)
+        except TimeoutError as error:
+            job.cancel()
+            raise QueueFullError("grammars are taking too long to compile") from error
 
     def close(self) -> None:
         """Ends the workers and the process; idempotent."""
@@ -197,7 +207,7 @@ class GrammarCompiler:
                 job = self._in_progress[key] = concurrent.futures.Future()
         if not mine:
             try:
-                return job.result(4 * self.limits.seconds)
+                return self._result(job)
             except RequestError as error:  # it may name another request's field
                 raise RequestError(_renamed(error, field), param=field) from error
         try:
@@ -230,8 +240,10 @@ class GrammarCompiler:
             raise RequestError(f"{field}: {short(problem)}", param=field)
         job = self._builders.submit(self._build, grammar)
         try:
-            return job.result(4 * self.limits.seconds)
-        except (HybridJaxError, TimeoutError) as error:
+            return self._result(job)
+        except QueueFullError:
+            raise
+        except HybridJaxError as error:
             raise RequestError(f"{field}: {short(str(error))}", param=field) from error
 
     def _build(self, grammar: str) -> _Compiled:

@@ -19,6 +19,7 @@ from serving_fakes import (
 from hybridjax.serving import SamplingParams
 from hybridjax.serving.pacing import Pace
 from hybridjax.serving.plan import DecodePlan, PrefillPlan
+from hybridjax.serving.waiting import WaitingQueue
 
 
 class Driver:
@@ -433,3 +434,42 @@ def test_a_full_engine_does_not_look_for_whom_to_admit():
     for _ in range(10):
         driver.step()
     assert looked == []
+
+
+def test_a_request_that_was_refused_is_tried_again_only_when_something_has_become_free():
+    driver = Driver(num_pages=11, prefix_caching=True)
+    driver.scheduler.add(long_output("running", 250, 200))
+    driver.step()
+    tried = []
+    match = driver.scheduler.memory.match
+    driver.scheduler.memory.match = lambda request: tried.append(request) or match(request)
+    large = long_output("large", 500, 60)
+    driver.scheduler.add(large)
+    for _ in range(20):
+        driver.step()
+    assert large.admitted is None and 1 <= len(tried) <= 2
+    driver.finish(large)
+
+
+def test_patience_survives_the_return_of_an_older_request():
+    cached = {}
+    queue = WaitingQueue("lpm", priorities=False, cached_tokens=lambda request: cached.get(request, 0))
+    old, cold = long_output("old"), long_output("cold")
+    queue.add(old)
+    queue.take(old)
+    queue.add(cold)
+    for i in range(1000):
+        warm = long_output(f"w{i}")
+        cached[warm] = 64
+        queue.add(warm)
+        if i % 20 == 0:  # an older one comes back from time to time
+            cached[old] = 128
+            queue.add(old)
+            queue.take(old)
+        chosen = queue.first()
+        assert chosen is not None
+        queue.take(chosen)
+        if chosen is cold:
+            break
+        queue.forget(chosen)
+    assert 60 <= i <= 70
