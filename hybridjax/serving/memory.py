@@ -1,8 +1,10 @@
 """The state pools and the prefix cache together: free memory is handed out, then what is only cached."""
 
 import collections
+import math
 from collections.abc import Iterable
 
+from hybridjax.batch import TILE
 from hybridjax.serving.pools import PagePool, PoolError, SlotPool
 from hybridjax.serving.prefix_cache import Match, PrefixCache
 from hybridjax.serving.request import Request
@@ -86,6 +88,29 @@ class StateMemory:
         if slot is None and self.cache is not None and self.cache.evict_snapshot():
             slot = self.slots.allocate()
         return slot
+
+    def wanted_snapshots(self, request: Request, match: Match, interval: int) -> list[int]:
+        """Where later prompts will want to start: at the prompt's end, at a branch, sparsely between."""
+        if self.cache is None:
+            return []
+        grid = math.lcm(self.page_size, TILE)
+        end = (request.prompt_length - 1) // grid * grid
+        branch = min(match.branch // grid * grid, end)
+        return sorted(p for p in {end, branch, *range(0, end, interval)} if p > match.tokens)
+
+    def take_snapshots(self, request: Request, end: int) -> tuple[tuple[int, int], ...]:
+        """Slots for the snapshots wanted up to ``end``, as far as there are any."""
+        taken = []
+        while request.snapshots and request.snapshots[0] <= end:
+            position = request.snapshots.pop(0)
+            assert self.cache is not None
+            if self.cache.has_snapshot(request.cache_ids, position, request.cache_salt):
+                continue
+            slot = self.obtain_slot()
+            if slot is not None:
+                request.pending_snapshots[position] = slot
+                taken.append((position, slot))
+        return tuple(taken)
 
     def release(self, request: Request) -> None:
         """Takes back all that a request holds.

@@ -20,7 +20,6 @@ Lengths advance twice, because a step is launched before the previous one has be
 import collections
 import dataclasses
 import itertools
-import math
 import time
 from collections.abc import Callable, Iterable, Sequence
 
@@ -361,7 +360,7 @@ class Scheduler:
             return False
         request.cached = request.computed = request.scheduled = match.tokens
         request.restore_slot = match.slot
-        request.snapshots = self._wanted_snapshots(request, match)
+        request.snapshots = self.memory.wanted_snapshots(request, match, self.snapshot_interval)
         if request.admitted is None:
             request.admitted, request.cached_tokens = self._clock(), match.tokens
         return True
@@ -400,29 +399,6 @@ class Scheduler:
         """Smaller is more important."""
         return -request.priority if self._priorities else 0, self._waiting.number(request)
 
-    def _wanted_snapshots(self, request: Request, match: Match) -> list[int]:
-        """Where later prompts will want to start: at the prompt's end, at a branch, sparsely between."""
-        if self.memory.cache is None:
-            return []
-        grid = math.lcm(self.page_size, TILE)
-        end = (request.prompt_length - 1) // grid * grid
-        branch = min(match.branch // grid * grid, end)
-        return sorted(p for p in {end, branch, *range(0, end, self.snapshot_interval)} if p > match.tokens)
-
-    def _take_snapshots(self, request: Request, end: int) -> tuple[tuple[int, int], ...]:
-        """Slots for the snapshots wanted up to ``end``, as far as there are any."""
-        taken = []
-        while request.snapshots and request.snapshots[0] <= end:
-            position = request.snapshots.pop(0)
-            assert self.memory.cache is not None
-            if self.memory.cache.has_snapshot(request.cache_ids, position, request.cache_salt):
-                continue
-            slot = self.memory.obtain_slot()
-            if slot is not None:
-                request.pending_snapshots[position] = slot
-                taken.append((position, slot))
-        return tuple(taken)
-
     def _advance_prefill(self, request: Request, tiles: int) -> PrefillRow:
         start = request.scheduled
         end = min(start + tiles * TILE, request.prompt_length)
@@ -438,7 +414,7 @@ class Scheduler:
             end,
             is_last,
             source,
-            self._take_snapshots(request, end),
+            self.memory.take_snapshots(request, end),
             request.known_tokens(end - 1, 1) if is_last else (),
             request.epoch,
         )

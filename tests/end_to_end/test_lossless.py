@@ -5,6 +5,7 @@ an engine which runs one request at a time, token by token, without a cache. Und
 log probabilities are equal to the last bit as well.
 """
 
+import itertools
 import threading
 from pathlib import Path
 
@@ -183,23 +184,22 @@ def test_deterministic_inference_is_equal_to_the_last_bit(name):
             alone.append(engine.generate([prompt], one)[0])
             engine.flush_cache()
         before = engine.stats.preempted
-        done = threading.Event()
+        scheduler = engine._loop._scheduler
+        undisturbed, calls = scheduler.next_plan, itertools.count(1)
 
-        def disturb():
-            for count in range(6):  # not for ever: a request would never get on
-                if not done.wait(0.3):
-                    preempt(engine, count)
+        def disturbed():
+            """In the loop's thread: preempts somebody before every fifth plan, for a while."""
+            count = next(calls)
+            if count % 5 == 0 and count <= 30 and scheduler.admitted:
+                scheduler.preempt(scheduler.admitted[count % len(scheduler.admitted)])
+            return undisturbed()
 
-        thread = threading.Thread(target=disturb)
-        for round_ in range(3):  # the second and third time with hits
-            if round_ == 1:
-                thread.start()
+        for next_plan in (undisturbed, disturbed, undisturbed):  # from the second on with hits
+            scheduler.next_plan = next_plan
             together = engine.generate(*map(list, zip(*jobs, strict=True)))
-            done.set() if round_ == 1 else None
             for single, crowded in zip(alone, together, strict=True):
                 assert crowded.token_ids == single.token_ids
                 assert crowded.logprobs == single.logprobs
-        thread.join()
         assert engine.stats.preempted > before
 
 
