@@ -30,7 +30,6 @@ from hybridjax.serving.memory import StateMemory
 from hybridjax.serving.pacing import Pace
 from hybridjax.serving.plan import DecodePlan, DecodeRow, Plan, PrefillPlan, PrefillRow
 from hybridjax.serving.pools import PoolError
-from hybridjax.serving.prefix_cache import Match
 from hybridjax.serving.request import Request
 from hybridjax.serving.waiting import WaitingQueue
 
