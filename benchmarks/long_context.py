@@ -5,7 +5,7 @@
 
 - hit: time to first token of a prompt that is known but for its last tokens, against that of the unknown one.
 - latency: seconds per token of a decoding request while a long prompt is computed, against those when alone.
-- memory: a prompt of that length and some tokens behind it, twice; peak memory before, after one and two.
+- memory: prompts of that length and some tokens behind each; peak memory before and after each (two at most).
 - needle: how far a passage of a long text is continued as it stood, by its place and the text's length.
 
 The bundled models were trained for a context of 4,096 tokens; beyond it only times mean anything. Before a
@@ -157,19 +157,19 @@ def latency(engine: Engine, length: int, count: int) -> dict:
     return row
 
 
-def memory(engine: Engine, length: int) -> dict:
+def memory(engine: Engine, length: int, prompts: int) -> dict:
     peaks = [peak_bytes()]
     seconds = []
-    for seed in (3, 4):
+    for seed in range(3, 3 + prompts):
         one = Clocked(engine, text(engine, length - 32, seed), 16).wait()
         assert len(one.tokens) == 16
         seconds.append(one.first)
         peaks.append(peak_bytes())
         engine.check_integrity()
     print(
-        f"prompt of {length - 32}: {seconds[0]:.1f} and {seconds[1]:.1f} s; peak memory "
+        f"prompt of {length - 32}: {', '.join(f'{s:.1f}' for s in seconds)} s; peak memory "
         + ", ".join(f"{p / 2**30:.2f} GiB" for p in peaks)
-        + " before, after one, after two",
+        + " before and after each",
         flush=True,
     )
     return {"seconds": seconds, "peak_bytes": peaks}
@@ -226,7 +226,7 @@ def main() -> int:
         if "latency" in parts:
             out["latency"] = latency(engine, args.length, args.tokens)
         if "memory" in parts:
-            out["memory"] = memory(engine, args.length)
+            out["memory"] = memory(engine, args.length, min(2, args.repeats))
         if "needle" in parts:
             out["needle"] = needle(engine, [int(n) for n in args.needle_lengths.split(",")], args.repeats)
     finish("long_context", [out], model=args.model, length=args.length)
