@@ -27,7 +27,7 @@ class Request:
 
     Preempted, it waits again with all lengths 0 but keeps ``output``. Its prompt is then prefilled anew
     and the tokens that are known are fed through the decode steps that follow (see DecodeRow.forced): the
-    same programs see the same tokens, so every state is what it was.
+    same programs see the same tokens, so every state comes back.
 
     Attributes:
       prompt_ids: int32[prompt_length], read-only.
