@@ -65,6 +65,27 @@ _PREFILL = {
 }
 _TUNINGS = tuple({"tuning": Tuning(*numbers)} for numbers in ((32, 1, 10**6), (64, 1, 10**6), (32, 3, 4)))
 
+
+def _simple_gla(*rows: int) -> dict[str, Any]:
+    """What every SimpleGLA kernel reads: of tokens that stand in ``rows``, and the pool."""
+    return {
+        **{name: _of(jnp.bfloat16, *rows, HEADS, SIZE) for name in "qkv"},
+        "slopes": _of(jnp.float32, HEADS),
+        "pool": _of(jnp.float32, _SLOTS, HEADS, SIZE, SIZE),
+    }
+
+
+def _gated_delta(*rows: int) -> dict[str, Any]:
+    """What every gated delta kernel reads, likewise."""
+    return {
+        **{name: _of(jnp.bfloat16, *rows, KEY_HEADS, SIZE) for name in "qk"},
+        "v": _of(jnp.bfloat16, *rows, VALUE_HEADS, SIZE),
+        "g": _of(jnp.float32, *rows, VALUE_HEADS),
+        "beta": _of(jnp.float32, *rows, VALUE_HEADS),
+        "pool": _of(jnp.float32, _SLOTS, VALUE_HEADS, SIZE, SIZE),
+    }
+
+
 KERNELS = (
     Kernel(
         op="simple_gla_decode",
@@ -72,9 +93,7 @@ KERNELS = (
         ran=("sm_90",),
         compiles=("sm_90a", "sm_100a", "sm_120a"),
         operands={
-            **{name: _of(jnp.bfloat16, _ROWS, HEADS, SIZE) for name in "qkv"},
-            "slopes": _of(jnp.float32, HEADS),
-            "pool": _of(jnp.float32, _SLOTS, HEADS, SIZE, SIZE),
+            **_simple_gla(_ROWS),
             **_DECODE,
         },
         options={"scale": SIZE**-0.5},
@@ -86,11 +105,7 @@ KERNELS = (
         ran=("sm_90",),
         compiles=("sm_90a", "sm_100a", "sm_120a"),
         operands={
-            **{name: _of(jnp.bfloat16, _ROWS, KEY_HEADS, SIZE) for name in "qk"},
-            "v": _of(jnp.bfloat16, _ROWS, VALUE_HEADS, SIZE),
-            "g": _of(jnp.float32, _ROWS, VALUE_HEADS),
-            "beta": _of(jnp.float32, _ROWS, VALUE_HEADS),
-            "pool": _of(jnp.float32, _SLOTS, VALUE_HEADS, SIZE, SIZE),
+            **_gated_delta(_ROWS),
             **_DECODE,
         },
         options={},
@@ -102,9 +117,7 @@ KERNELS = (
         ran=("sm_90",),
         compiles=("sm_90a",),
         operands={
-            **{name: _of(jnp.bfloat16, _TOKENS, HEADS, SIZE) for name in "qkv"},
-            "slopes": _of(jnp.float32, HEADS),
-            "pool": _of(jnp.float32, _SLOTS, HEADS, SIZE, SIZE),
+            **_simple_gla(_TOKENS),
             **_PREFILL,
         },
         options={"scale": SIZE**-0.5},
@@ -118,11 +131,7 @@ KERNELS = (
         ran=("sm_90",),
         compiles=("sm_90a",),
         operands={
-            **{name: _of(jnp.bfloat16, _TOKENS, KEY_HEADS, SIZE) for name in "qk"},
-            "v": _of(jnp.bfloat16, _TOKENS, VALUE_HEADS, SIZE),
-            "g": _of(jnp.float32, _TOKENS, VALUE_HEADS),
-            "beta": _of(jnp.float32, _TOKENS, VALUE_HEADS),
-            "pool": _of(jnp.float32, _SLOTS, VALUE_HEADS, SIZE, SIZE),
+            **_gated_delta(_TOKENS),
             **_PREFILL,
         },
         options={},
@@ -135,9 +144,7 @@ KERNELS = (
         ran=("sm_90",),
         compiles=("sm_90a",),
         operands={
-            **{name: _of(jnp.bfloat16, _ROWS, _NODES, HEADS, SIZE) for name in "qkv"},
-            "slopes": _of(jnp.float32, HEADS),
-            "pool": _of(jnp.float32, _SLOTS, HEADS, SIZE, SIZE),
+            **_simple_gla(_ROWS, _NODES),
             **_VERIFY,
         },
         options={"scale": SIZE**-0.5},
@@ -149,11 +156,7 @@ KERNELS = (
         ran=("sm_90",),
         compiles=("sm_90a",),
         operands={
-            **{name: _of(jnp.bfloat16, _ROWS, _NODES, KEY_HEADS, SIZE) for name in "qk"},
-            "v": _of(jnp.bfloat16, _ROWS, _NODES, VALUE_HEADS, SIZE),
-            "g": _of(jnp.float32, _ROWS, _NODES, VALUE_HEADS),
-            "beta": _of(jnp.float32, _ROWS, _NODES, VALUE_HEADS),
-            "pool": _of(jnp.float32, _SLOTS, VALUE_HEADS, SIZE, SIZE),
+            **_gated_delta(_ROWS, _NODES),
             **_VERIFY,
         },
         options={},

@@ -15,7 +15,7 @@ while a step that reads it is still in flight.
 import dataclasses
 import heapq
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import numpy as np
 
@@ -90,9 +90,7 @@ class PrefixCache:
 
     def cached_tokens(self, prompt: np.ndarray, salt: bytes = b"") -> int:
         """What ``match`` would find. Modifies nothing."""
-        path = self._walk(prompt, (len(prompt) - 1) // self._page_size, salt)
-        depth = max((i + 1 for i, node in enumerate(path) if node.snapshot), default=0)
-        return depth * self._page_size
+        return _restorable(self._walk(prompt, (len(prompt) - 1) // self._page_size, salt)) * self._page_size
 
     def match(self, prompt: np.ndarray, salt: bytes = b"") -> Match:
         """The deepest known state of a proper prefix of ``prompt`` (int[n], see Request.cache_ids).
@@ -103,7 +101,7 @@ class PrefixCache:
         caller takes its own references to the pages before it allocates anything.
         """
         path = list(self._walk(prompt, (len(prompt) - 1) // self._page_size, salt))
-        depth = max((i + 1 for i, node in enumerate(path) if node.snapshot), default=0)
+        depth = _restorable(path)
         branch = len(path) * self._page_size
         if path:
             self._touch(path[-1])
@@ -288,6 +286,11 @@ class PrefixCache:
         self._slots.release(node.snapshot)
         node.snapshot = 0
         del self._snapshots[node]
+
+
+def _restorable(path: Iterable[_Node]) -> int:
+    """Nodes of a path down to its deepest snapshot."""
+    return max((i + 1 for i, node in enumerate(path) if node.snapshot), default=0)
 
 
 def _is_current(entry: tuple[int, int, _Node]) -> bool:
