@@ -1,40 +1,20 @@
 """The recurrent GPU kernels against float64 recurrences: interpreted on a CPU, compiled on a GPU."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreting import interpreted
 
 from hybridjax.batch import TILE
 from hybridjax.pallas_kernels import gated_delta, simple_gla
 from hybridjax.pallas_kernels.state_update import Tuning
 
+pytestmark = pytest.mark.usefixtures("no_races")
+
 HEADS, SIZE, SCALE = 2, 128, 0.09
 SLOPES = np.array([0.7, 0.01], np.float32)
-ON_GPU = jax.default_backend() == "gpu"
 # A step that goes through several pieces per program, more of them than are in flight.
 SMALL = Tuning(columns=64, stages=2, resident=1)
-
-
-def interpreted(function):
-    """The kernel as it runs here; races are reported as errors."""
-    if ON_GPU:
-        return function
-    return functools.partial(function, interpret=plgpu.InterpretGPUParams(detect_races=True))
-
-
-@pytest.fixture(autouse=True)
-def no_races():
-    yield
-    if not ON_GPU:
-        from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-        races = gpu_callbacks.get_races()
-        gpu_callbacks.reset_gpu_interpret_mode_state()
-        assert not races.races_found
 
 
 @pytest.fixture

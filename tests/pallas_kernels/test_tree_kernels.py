@@ -1,38 +1,18 @@
 """Draft trees on the GPU kernels: outputs of verification and the commit, against float64 recurrences."""
 
-import functools
-
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax.experimental.pallas import mosaic_gpu as plgpu
+from interpreting import interpreted
 
 from hybridjax.ops import tree_ancestors
 from hybridjax.pallas_kernels import tree_commit, tree_verify
 from hybridjax.pallas_kernels.state_update import Tuning
 
+pytestmark = pytest.mark.usefixtures("no_races")
+
 SIZE, SCALE, SHARE = 128, 0.09, 2
 SLOPES = np.array([0.7, 0.01], np.float32)
-ON_GPU = jax.default_backend() == "gpu"
-
-
-def interpreted(function):
-    """The kernel as it runs here; races are reported as errors."""
-    if ON_GPU:
-        return function
-    return functools.partial(function, interpret=plgpu.InterpretGPUParams(detect_races=True))
-
-
-@pytest.fixture(autouse=True)
-def no_races():
-    yield
-    if not ON_GPU:
-        from jax._src.pallas.mosaic_gpu.interpret import gpu_callbacks
-
-        races = gpu_callbacks.get_races()
-        gpu_callbacks.reset_gpu_interpret_mode_state()
-        assert not races.races_found
 
 
 def random_trees(seed, nodes, batch=3):
