@@ -3,6 +3,9 @@
 import os
 
 os.environ.setdefault("JAX_PLATFORMS", "cpu")
+# The size of XLA's thread pool. Each thread of an interpreted kernel holds one of them while it waits for
+# another thread of the kernel: with one per core, as is usual, a machine of few cores waits for ever.
+os.environ.setdefault("NPROC", str(max(16, os.cpu_count() or 1)))
 
 import hypothesis
 import jax
