@@ -135,9 +135,14 @@ class OutputProcessor:
     def end(self, reason: FinishReason, error: str | None = None) -> RequestOutput:
         """The last event of a request that ends without a token of its own: abort, timeout or error.
 
-        Text that was held back is handed out, except after an error.
+        Text that was held back is handed out as at any end, up to a stop string, except after an error.
+
+        Raises:
+          Exception: whatever the detokenizer raises; never if ``reason`` is "error".
         """
-        text = self._stops.flush() if reason != "error" else ""
+        text = ""
+        if reason != "error":
+            text, _ = self._last_text([], self._count > self._request.params.min_tokens)
         return self._event([], text, reason, None, [], error)
 
     def _accept(self, token: int) -> tuple[str, FinishReason | None, int | str | None]:

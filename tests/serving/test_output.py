@@ -1,3 +1,5 @@
+import codecs
+
 import hypothesis.strategies as st
 import numpy as np
 import pytest
@@ -118,6 +120,52 @@ def test_text_that_could_begin_a_stop_string_is_held_back():
     texts = [event.text for event in feed(proc, [ids[t] for t in ("a", "b", "a", "b", "b", "a")])]
     assert texts == ["", "", "ab", "", "abb", ""]
     assert proc.end("abort").text == "a"
+
+
+@pytest.mark.parametrize("reason", ["abort", "timeout"])
+def test_an_early_end_shows_what_the_detokenizer_held(reason):
+    proc = processor(delay=1, stop=["abc"])
+    # "a" may begin the stop string, "b" is what the detokenizer is not sure of.
+    assert text_of(feed(proc, [ids["c"], ids["a"], ids["b"]])) == "c"
+    event = proc.end(reason)
+    assert (event.text, event.finish_reason, event.token_ids) == ("ab", reason, ())
+    # What the client never wants to see does not come out this way either.
+    proc = processor(delay=1, stop=["ab"])
+    feed(proc, [ids["c"], ids["a"], ids["b"]])
+    assert proc.end(reason).text == ""
+    proc = processor(delay=1, stop=["ab"], include_stop_str_in_output=True)
+    feed(proc, [ids["c"], ids["a"], ids["b"]])
+    assert proc.end(reason).text == "ab"
+    proc = processor(delay=1, stop=["b"], min_tokens=5)
+    feed(proc, [ids["a"], ids["b"]])
+    assert proc.end(reason).text == "b", "not a stop string yet"
+
+
+def test_an_early_end_shows_the_bytes_of_an_unfinished_character_as_any_end_does():
+    class Utf8:
+        """Token i is byte i."""
+
+        def __init__(self):
+            self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
+
+        def push(self, ids, /):
+            return self._decoder.decode(bytes(ids))
+
+        def flush(self):
+            return self._decoder.decode(b"", final=True)
+
+    tokens = [*"né".encode(), *"€".encode()[:2]]
+    texts = []
+    for end in ("abort", "timeout", "length"):
+        count = len(tokens) if end == "length" else 100
+        limits = Limits(context_length=1000, vocab_size=256)
+        request = make_request("r", [1], SamplingParams(max_tokens=count), limits, seed=0)
+        proc = OutputProcessor(request, Utf8())
+        events = feed(proc, tokens)
+        if end != "length":
+            events.append(proc.end(end))
+        texts.append(text_of(events))
+    assert texts == ["né\ufffd"] * 3
 
 
 def test_the_match_that_ends_first_wins_and_of_those_the_longest():
