@@ -1,0 +1,36 @@
+"""Number formats of quantised weights and how weights are brought into them; arrays only, no models."""
+
+from hybridjax.quantization.nvfp4 import (
+    GROUP,
+    NVFP4,
+    RULES,
+    block_scales,
+    decode,
+    dequantize,
+    encode,
+    global_scale,
+    pack,
+    quantize,
+    quantize_activations,
+    round_stochastically,
+    unpack,
+)
+from hybridjax.quantization.swizzle import swizzle_scales, unswizzle_scales
+
+__all__ = [
+    "GROUP",
+    "NVFP4",
+    "RULES",
+    "block_scales",
+    "decode",
+    "dequantize",
+    "encode",
+    "global_scale",
+    "pack",
+    "quantize",
+    "quantize_activations",
+    "round_stochastically",
+    "swizzle_scales",
+    "unpack",
+    "unswizzle_scales",
+]

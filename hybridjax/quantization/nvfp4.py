@@ -1,0 +1,214 @@
+"""NVFP4: E2M1 codes, an E4M3 scale per 16 values of a row, a float32 scale per tensor.
+
+    w = value(code) * scale * global_scale
+
+Two codes per byte along the last axis, the even column in the low nibble. ``value(code) * scale`` has at most
+six significant bits, so it is exact in bfloat16, float16 and float32. Sources: minicpm_sala 4.1 and 4.4
+(FourOverSix, arXiv 2512.02010).
+"""
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+GROUP = 16
+LARGEST_CODE = 6.0
+LARGEST_SCALE = 448.0
+RULES = ("static_6", "static_4", "mse", "mae", "abs_max")
+
+# With an adaptive rule the largest block's scale may be 1.5 times as large, which 448 leaves no room for.
+_ADAPTIVE_SCALE = 256.0
+
+_E4M3, _E2M1 = jnp.float8_e4m3fn, jnp.float4_e2m1fn
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class NVFP4:
+    """A quantised matrix, or a stack of them.
+
+    Attributes:
+      codes: uint8[..., N, K / 2].
+      scales: float8_e4m3fn[..., N, K / 16].
+      global_scale: float32[...], one per matrix.
+    """
+
+    codes: jax.Array
+    scales: jax.Array
+    global_scale: jax.Array
+
+
+def _largest(rule: str) -> float:
+    return LARGEST_SCALE if rule.startswith("static") else _ADAPTIVE_SCALE
+
+
+def _check(rule: str, columns: int) -> None:
+    if rule not in RULES:
+        raise ValueError(f"rule is {rule!r}; allowed: {', '.join(RULES)}")
+    if columns % GROUP:
+        raise ValueError(f"the last axis has {columns} values; NVFP4 needs a multiple of {GROUP}")
+
+
+def _grouped(x: jax.Array) -> jax.Array:
+    return x.reshape(*x.shape[:-1], -1, GROUP)
+
+
+def _constant(value: float) -> jax.Array:
+    """A float32 that XLA cannot see: it would multiply by the reciprocal, which rounds otherwise."""
+    return jax.lax.optimization_barrier(jnp.float32(value))
+
+
+def global_scale(amax: jax.Array, rule: str = "static_6") -> jax.Array:
+    """float32: the scale of a tensor whose largest magnitude is ``amax``; 1 for a tensor of zeros."""
+    amax = jnp.asarray(amax, jnp.float32)
+    return jnp.where(amax > 0, amax / _constant(LARGEST_CODE * _largest(rule)), 1.0)
+
+
+def encode(x: jax.Array, scales: jax.Array, global_scale: jax.Array) -> jax.Array:
+    """The nearest codes to x under given scales, ties to even.
+
+    Args:
+      x: float32[..., K].
+      scales: float8_e4m3fn[..., K / 16].
+      global_scale: float32[], or anything that broadcasts against the scales.
+
+    Returns:
+      float4_e2m1fn[..., K]; zeros where a scale is zero.
+    """
+    step = (scales.astype(jnp.float32) * global_scale)[..., None]
+    ratio = jnp.where(step > 0, _grouped(x) / jnp.where(step > 0, step, 1.0), 0.0)
+    return jnp.clip(ratio, -LARGEST_CODE, LARGEST_CODE).astype(_E2M1).reshape(x.shape)
+
+
+def block_scales(x: jax.Array, amax: jax.Array, rule: str = "static_6") -> jax.Array:
+    """The scale of each group of 16.
+
+    The adaptive rules try a largest code of 6 and of 4, and take 4 where its error is smaller: the sum of
+    squares ("mse") or of magnitudes ("mae"), or the largest ("abs_max").
+
+    Args:
+      x: float32[..., K].
+      amax: float32, broadcastable to [..., 1]: what the tensor's ``global_scale`` was made from.
+      rule: one of RULES.
+
+    Returns:
+      float8_e4m3fn[..., K / 16].
+
+    Raises:
+      ValueError: the rule is unknown, or K is no multiple of 16.
+    """
+    _check(rule, x.shape[-1])
+    whole = _constant(LARGEST_CODE * _largest(rule))
+    largest = jnp.max(jnp.abs(_grouped(x)), axis=-1)
+    exact = largest / _constant(LARGEST_CODE) * jnp.where(amax > 0, whole / amax, 0.0)
+    six = jnp.minimum(exact, LARGEST_SCALE).astype(_E4M3)
+    four = jnp.minimum(exact * 1.5, LARGEST_SCALE).astype(_E4M3)
+    if rule == "static_6":
+        return six
+    if rule == "static_4":
+        return four
+
+    def error(scales: jax.Array) -> jax.Array:
+        codes = _grouped(encode(x, scales, global_scale(amax, rule)).astype(jnp.float32))
+        difference = codes * scales.astype(jnp.float32)[..., None] * amax[..., None] / whole - _grouped(x)
+        if rule == "mse":
+            return _sum16(difference * difference)
+        return _sum16(jnp.abs(difference)) if rule == "mae" else jnp.max(jnp.abs(difference), axis=-1)
+
+    return jnp.where(error(four) < error(six), four, six)
+
+
+def _sum16(x: jax.Array) -> jax.Array:
+    """[..., 16] -> [...], in one order on every backend: near ties decide alike everywhere."""
+    halves = x[..., :8] + x[..., 8:]
+    total = halves[..., 0]
+    for i in range(1, 8):
+        total = total + halves[..., i]
+    return total
+
+
+def pack(codes: jax.Array) -> jax.Array:
+    """float4_e2m1fn[..., K] -> uint8[..., K / 2]."""
+    nibbles = jax.lax.bitcast_convert_type(codes, jnp.uint4).astype(jnp.uint8)
+    pairs = nibbles.reshape(*nibbles.shape[:-1], -1, 2)
+    return pairs[..., 0] | pairs[..., 1] << 4
+
+
+def unpack(codes: jax.Array) -> jax.Array:
+    """uint8[..., K / 2] -> float32[..., K]: the values of the codes."""
+    pairs = jnp.stack([codes & 15, codes >> 4], axis=-1).astype(jnp.int32)
+    # Arithmetic, not a table or a cast: both are gathers or library calls on some backends.
+    exponent, mantissa = (pairs >> 1) & 3, pairs & 1
+    normal = (2 + mantissa) << exponent
+    size = jnp.where(exponent > 0, normal, 2 * mantissa).astype(jnp.float32) * 0.25
+    values = jnp.where(pairs & 8, -size, size)
+    return values.reshape(*codes.shape[:-1], -1)
+
+
+def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
+    """uint8[..., K / 2], float8_e4m3fn[..., K / 16] -> float32[..., K], without the global scale: exact."""
+    grouped = _grouped(unpack(codes)) * scales.astype(jnp.float32)[..., None]
+    return grouped.reshape(*codes.shape[:-1], -1)
+
+
+def quantize(x: jax.Array, rule: str = "mse", amax: jax.Array | None = None) -> NVFP4:
+    """Rounds a matrix, or each of a stack.
+
+    Args:
+      x: [..., N, K] of a floating dtype, finite.
+      rule: how a block's scale is chosen, see ``block_scales``.
+      amax: float32[...] the largest magnitude, of all matrices that share a global scale; None: that of x.
+
+    Raises:
+      ValueError: the rule is unknown, or K is no multiple of 16.
+    """
+    _check(rule, x.shape[-1])
+    x = x.astype(jnp.float32)
+    amax = jnp.max(jnp.abs(x), axis=(-2, -1)) if amax is None else jnp.asarray(amax, jnp.float32)
+    scales = block_scales(x, amax[..., None, None], rule)
+    scale = global_scale(amax, rule)
+    return NVFP4(pack(encode(x, scales, scale[..., None, None])), scales, scale)
+
+
+def dequantize(weight: NVFP4) -> jax.Array:
+    """float32[..., N, K]."""
+    return decode(weight.codes, weight.scales) * weight.global_scale[..., None, None]
+
+
+def quantize_activations(x: jax.Array, input_scale: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """Activations as W4A4 takes them: a static scale for all, one per 16 values from the values (plain rule).
+
+    Args:
+      x: [..., K] of a floating dtype.
+      input_scale: float32[], the calibrated largest magnitude / 2688; larger values are clipped.
+
+    Returns:
+      (float4_e2m1fn[..., K], float8_e4m3fn[..., K / 16]); their products times ``input_scale`` are near x.
+    """
+    _check("static_6", x.shape[-1])
+    x = x.astype(jnp.float32)
+    amax = jnp.max(jnp.abs(_grouped(x)), axis=-1)
+    scales = jnp.minimum(amax / _constant(LARGEST_CODE) / input_scale, LARGEST_SCALE).astype(_E4M3)
+    return encode(x, scales, input_scale), scales
+
+
+def round_stochastically(
+    x: jax.Array, scales: jax.Array, global_scale: jax.Array, key: jax.Array
+) -> jax.Array:
+    """``encode`` with one of the two neighbours drawn so that the expectation is x (within the range).
+
+    Args:
+      x, scales, global_scale: as for ``encode``.
+      key: a JAX random key.
+
+    Returns:
+      float4_e2m1fn[..., K].
+    """
+    step = (scales.astype(jnp.float32) * global_scale)[..., None]
+    ratio = jnp.where(step > 0, _grouped(x) / jnp.where(step > 0, step, 1.0), 0.0).reshape(x.shape)
+    size = jnp.minimum(jnp.abs(ratio), LARGEST_CODE)
+    gap = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
+    below = jnp.floor(size / gap) * gap
+    up = jax.random.uniform(key, x.shape) < (size - below) / gap
+    return jnp.copysign(below + jnp.where(up, gap, 0.0), ratio).astype(_E2M1)
