@@ -31,7 +31,8 @@ from hybridjax.serving.api import (
 )
 from hybridjax.serving.grammars import Grammars, grammars_available
 from hybridjax.serving.image_inputs import ImageInputs
-from hybridjax.serving.loop import EngineLoop, Entry
+from hybridjax.serving.live import Entry
+from hybridjax.serving.loop import EngineLoop
 from hybridjax.serving.output import OutputProcessor, TextSource
 from hybridjax.serving.plan import Runner
 from hybridjax.serving.prompt_images import PromptImages

@@ -2,12 +2,11 @@
 
 The loop launches step n+1 before it reads step n: take new requests and aborts, plan, launch, and
 only then wait for the oldest step in flight. Every accepted request gets exactly one last event,
-whatever fails: its own processing (only this request ends), a step (the admitted requests end), or
-the loop itself (all end).
+whatever fails: its own processing (only this request ends), a step or planning (the requests that hold
+memory end), planning again (those that wait, too), or the loop itself (all end).
 """
 
 import collections
-import concurrent.futures
 import dataclasses
 import logging
 import threading
@@ -15,8 +14,8 @@ import time
 from collections.abc import Callable, Sequence
 
 from hybridjax.errors import EngineDeadError, GrammarError, HybridJaxError, QueueFullError, RequestError
-from hybridjax.serving.api import EngineStats, FinishReason, OnOutput, RequestOutput
-from hybridjax.serving.output import OutputProcessor
+from hybridjax.serving.api import EngineStats, FinishReason, RequestOutput
+from hybridjax.serving.live import Calls, Entry, LiveRequests
 from hybridjax.serving.plan import Handle, NotLaunchedError, Plan, PrefillRow, Runner, StepResult
 from hybridjax.serving.pools import PoolError
 from hybridjax.serving.request import Request
@@ -24,18 +23,7 @@ from hybridjax.serving.scheduler import Scheduler
 
 logger = logging.getLogger(__name__)
 
-_Call = tuple[Callable[[], None], "concurrent.futures.Future[None]"]
-
 _STEP_FAILED = "a step failed on the device; the server's log says why"
-
-
-@dataclasses.dataclass(eq=False, frozen=True)
-class Entry:
-    """An accepted request and where its events go."""
-
-    request: Request
-    processor: OutputProcessor
-    on_output: OnOutput
 
 
 class EngineLoop:
@@ -71,14 +59,16 @@ class EngineLoop:
         self._device_since = 0.0
         self._next_check = 0.0
         self._pools_suspect = False
+        self._planning_failed = False
         # Shared between threads, guarded by the condition's lock.
         self._condition = threading.Condition()
         self._last_stats = scheduler.stats()
-        self._live: dict[str, Entry] = {}
+        self._live = LiveRequests(self._condition)
         self._inbox: list[Entry] = []
         self._aborts: list[Entry] = []
-        self._calls: list[_Call] = []
+        self._calls = Calls(self._condition)
         self._stopping = False
+        # Requests and calls are taken no more; the scheduler is still the thread's until the thread ends.
         self._ended = False
         self._failed = False
         # For the watchdog: how often the loop has got on, whether it waits for work, whether it was given up.
@@ -111,13 +101,9 @@ class EngineLoop:
             if self._ended:
                 return
             self._stopping = self._ended = self._failed = self._given_up = True
-            entries, self._live = list(self._live.values()), {}
-            calls, self._calls = self._calls, []
             self._condition.notify()
-        for entry in entries:
-            self._emit(entry, entry.processor.end("error", why))
-        for _, done in calls:
-            done.set_exception(EngineDeadError(why))
+        self._live.give_up(why)
+        self._calls.refuse(EngineDeadError(why))
 
     @property
     def stats(self) -> EngineStats:
@@ -164,15 +150,14 @@ class EngineLoop:
         """
         with self._condition:
             self.check_accepts([entry.request.request_id for entry in entries], bounded=bounded)
-            for entry in entries:
-                self._live[entry.request.request_id] = entry
+            self._live.add(entries)
             self._inbox.extend(entries)
             self._condition.notify()
 
     def abort(self, request_id: str) -> None:
         """Ends a request within a step; an unknown or finished id is ignored."""
         with self._condition:
-            entry = self._live.get(request_id)
+            entry = self._live.named(request_id)
             if entry is not None:
                 self._aborts.append(entry)
                 self._condition.notify()
@@ -198,19 +183,23 @@ class EngineLoop:
         self._between_steps(self._scheduler.flush_cache)
 
     def _between_steps(self, call: Callable[[], None]) -> None:
-        """Runs ``call`` in the loop's thread, or here once the loop has ended; raises what it raises."""
-        done: concurrent.futures.Future[None] = concurrent.futures.Future()
+        """Runs ``call`` in the loop's thread, or here once that thread has ended; raises what it raises."""
+        is_own = threading.current_thread() is self._thread
         with self._condition:
             if self._given_up:
                 raise EngineDeadError("the engine hangs; its log says where")
-            direct = self._ended or threading.current_thread() is self._thread
-            if not direct:
-                self._calls.append((call, done))
+            done = None
+            if not (self._ended or is_own):
+                done = self._calls.add(call)
                 self._condition.notify()
-        if direct:
+        if done is not None:
+            done.result()
+        elif is_own:
             call()
         else:
-            done.result()
+            self._thread.join()
+            with self._condition:
+                call()
 
     def _run(self) -> None:
         try:
@@ -241,33 +230,56 @@ class EngineLoop:
                 return False
             inbox, self._inbox = self._inbox, []
             aborts, self._aborts = self._aborts, []
-            calls, self._calls = self._calls, []
-            for entry in inbox:
-                self._scheduler.add(entry.request)
+            refused = [entry for entry in inbox if not self._queue(entry)]
             self._last_stats = self._scheduler.stats()
+        for entry in refused:
+            self._end(entry, "error", error="internal error")
         for entry in aborts:
             self._end(entry, "abort")
-        self._answer(calls)
+        self._calls.run()
+        return True
+
+    def _queue(self, entry: Entry) -> bool:
+        try:
+            self._scheduler.add(entry.request)
+        except Exception:
+            logger.exception("request %s cannot be queued", entry.request.request_id)
+            return False
         return True
 
     def _step(self) -> None:
         """Launches the next plan, if any, and reads the oldest step unless it can stay in flight."""
         for request in self._scheduler.expired():
-            entry = self._live.get(request.request_id)
-            if entry is not None and entry.request is request:
+            entry = self._live.find(request)
+            if entry is not None:
                 self._end(entry, "timeout")
-        plan = self._scheduler.next_plan()
+        plan = self._plan()
         launched = plan is not None and self._launch(plan)
         if self._in_flight and (not launched or len(self._in_flight) > self._depth):
             self._read_oldest()
-        elif plan is None and self._scheduler.has_work:
-            logger.error("nothing can be planned although requests are unfinished")
-            self._pools_suspect = True
         if not self._scheduler.has_work and not self._in_flight:
             self._check_when_idle()
         if self._pools_suspect:
-            self._reset_pools()
+            self._reset_pools(self._scheduler.holding)
         self._last_stats = self._scheduler.stats()
+
+    def _plan(self) -> Plan | None:
+        """The next plan; None if there is none or planning has failed.
+
+        A failure ends all requests that hold memory, which may not be theirs. If fresh pools do not help,
+        those that wait must be the problem, and end too.
+        """
+        try:
+            plan = self._scheduler.next_plan()
+            if plan is None and not self._in_flight and self._scheduler.has_work:
+                raise PoolError("nothing can be planned although requests are unfinished")
+        except Exception:
+            logger.exception("planning a step has failed")
+            again, self._planning_failed = self._planning_failed, True
+            self._reset_pools(self._scheduler.unfinished if again else self._scheduler.holding)
+            return None
+        self._planning_failed = False
+        return plan
 
     def _launch(self, plan: Plan) -> bool:
         try:
@@ -315,8 +327,8 @@ class EngineLoop:
     def _apply(self, plan: Plan, result: StepResult) -> None:
         """Hands each row's tokens to its request; rows of requests that have ended are dropped."""
         for column, row in enumerate(plan.rows):
-            entry = self._live.get(row.request.request_id)
-            if entry is None or entry.request is not row.request or not self._scheduler.is_current(row):
+            entry = self._live.find(row.request)
+            if entry is None or not self._scheduler.is_current(row):
                 continue
             try:
                 self._scheduler.confirm(row)
@@ -337,15 +349,14 @@ class EngineLoop:
                 continue
             if event is not None and event.finish_reason is not None:
                 self._end(entry, event.finish_reason, event)
-            elif event is not None and self._live.get(row.request.request_id) is entry:
-                # Not if the watchdog has given it its last event meanwhile.
-                self._emit(entry, event)
+            elif event is not None:
+                self._live.tell(entry, event)
 
     def _end_at_limit(self, requests: Sequence[Request], problem: str) -> None:
         """Ends requests whose grammars go beyond a limit."""
         for request in requests:
-            entry = self._live.get(request.request_id)
-            if entry is not None and entry.request is request:
+            entry = self._live.find(request)
+            if entry is not None:
                 logger.warning("request %s was ended: %s", request.request_id, problem)
                 event = entry.processor.end("error", problem)
                 self._end(entry, "error", dataclasses.replace(event, is_requests_fault=True))
@@ -354,28 +365,26 @@ class EngineLoop:
         self, entry: Entry, reason: FinishReason, event: RequestOutput | None = None, error: str | None = None
     ) -> None:
         """Frees what a request holds and emits its last event; nothing if it has ended before."""
-        with self._condition:
-            if self._live.get(entry.request.request_id) is not entry:
-                return
-            del self._live[entry.request.request_id]
+        if not self._live.take(entry):
+            return
+        if event is None:
+            try:
+                event = entry.processor.end(reason, error)
+            except Exception:
+                logger.exception("request %s has failed at its end", entry.request.request_id)
+                reason, event = "error", entry.processor.end("error", "internal error")
         try:
             self._scheduler.finish(entry.request, reason)
-        except PoolError:
+        except Exception:
             logger.exception("freeing request %s has failed", entry.request.request_id)
             self._pools_suspect = True
-        self._emit(entry, event or entry.processor.end(reason, error))
-
-    def _emit(self, entry: Entry, event: RequestOutput) -> None:
-        try:
-            entry.on_output(event)
-        except Exception:
-            logger.exception("on_output of request %s has raised", entry.request.request_id)
+        self._live.tell_last(entry, event)
 
     def _fail_requests(self, requests: Sequence[Request], problem: str | None = None) -> None:
         """Ends requests because of a step; ``problem`` may be told to clients."""
         for request in requests:
-            entry = self._live.get(request.request_id)
-            if entry is not None and entry.request is request:
+            entry = self._live.find(request)
+            if entry is not None:
                 self._end(entry, "error", error=problem or _STEP_FAILED)
 
     def _recover(self, *, earlier_steps_count: bool) -> None:
@@ -399,8 +408,7 @@ class EngineLoop:
                 continue
             if usable:
                 self._apply(plan, result)
-        self._fail_requests(self._scheduler.admitted)
-        self._scheduler.flush_cache()
+        self._reset_pools(self._scheduler.holding)
         self._scheduler.pace.forget_steps()
         if not self._runner.recover():
             raise EngineDeadError("the runner cannot go on after a failed step")
@@ -412,41 +420,35 @@ class EngineLoop:
             return
         try:
             self._scheduler.check_integrity()
-        except PoolError:
+        except Exception:
             logger.exception("the idle pools are not whole")
             self._pools_suspect = True
         end = time.monotonic()
         self._next_check = end + 100 * (end - start)
 
-    def _reset_pools(self) -> None:
-        """Goes on with fresh pools after they have contradicted themselves; admitted requests end."""
-        self._fail_requests(self._scheduler.admitted)
+    def _reset_pools(self, requests: Sequence[Request]) -> None:
+        """Goes on with fresh pools after they have contradicted themselves; these requests end."""
+        self._fail_requests(requests)
         self._scheduler.rebuild_pools()
         self._pools_suspect = False
 
-    def _answer(self, calls: Sequence[_Call]) -> None:
-        for call, done in calls:
-            try:
-                call()
-            except Exception as error:
-                done.set_exception(error)
-            else:
-                done.set_result(None)
-
     def _end_all(self) -> None:
+        """The thread's last act. Whatever fails in it, every request and every call has its end."""
         with self._condition:
             self._ended = True
-            entries, calls = list(self._live.values()), self._calls
-            self._inbox, self._aborts, self._calls = [], [], []
-        for entry in entries:
+            self._inbox, self._aborts = [], []
+        for entry in self._live.all():
             if self._failed:
                 self._end(entry, "error", error="the engine has failed")
             else:
                 self._end(entry, "abort")
-        self._last_stats = self._scheduler.stats()
         self._in_flight.clear()
-        self._scheduler.flush_cache()
-        self._answer(calls)
+        try:
+            self._last_stats = self._scheduler.stats()
+            self._scheduler.flush_cache()
+        except Exception:
+            logger.exception("the pools are not whole at the end")
+        self._calls.run()
         try:
             self._runner.close()
         except Exception:

@@ -26,6 +26,7 @@ from collections.abc import Callable, Iterable, Sequence
 from hybridjax.batch import TILE
 from hybridjax.serving.api import FinishReason
 from hybridjax.serving.deadlines import Deadlines
+from hybridjax.serving.integrity import check_integrity
 from hybridjax.serving.memory import StateMemory
 from hybridjax.serving.pacing import Pace
 from hybridjax.serving.plan import DecodePlan, DecodeRow, Plan, PrefillPlan, PrefillRow
@@ -126,6 +127,16 @@ class Scheduler:
     def admitted(self) -> tuple[Request, ...]:
         """Requests that hold a slot and pages, in order of admission."""
         return (*self._running, *self._prefilling)
+
+    @property
+    def unfinished(self) -> tuple[Request, ...]:
+        """Every request: those that are admitted, then those that wait."""
+        return (*self.admitted, *self._waiting)
+
+    @property
+    def holding(self) -> tuple[Request, ...]:
+        """Requests that hold anything; more than the admitted ones only if planning has failed in between."""
+        return (*self.admitted, *(r for r in self._waiting if r.slot or r.pages or r.pending_snapshots))
 
     @property
     def has_work(self) -> bool:
@@ -236,7 +247,7 @@ class Scheduler:
         Raises:
           PoolError: some request holds pages or a slot.
         """
-        if self.admitted:
+        if self.holding:
             raise PoolError("pools can only be rebuilt when nobody holds anything")
         self.memory = self.memory.rebuilt()
         self._changes += 1
@@ -258,26 +269,7 @@ class Scheduler:
 
     def check_integrity(self) -> None:
         """Raises PoolError unless queues, lengths and pools agree with each other. Modifies nothing."""
-        for request in self._waiting:
-            _require(not request.slot and not request.pages, request, "holds something while waiting")
-            admitted = request in self._prefilling or request in self._running
-            _require(not admitted, request, "waits and runs")
-        for request in self.admitted:
-            self._check_admitted(request)
-        self.memory.check_integrity(self.admitted)
-
-    def _check_admitted(self, request: Request) -> None:
-        r = request
-        ordered = 0 <= r.cached <= r.computed <= r.scheduled <= r.limit
-        _require(ordered, r, f"has lengths {r.cached}, {r.computed}, {r.scheduled}, {r.limit}")
-        _require(r.finish_reason is None, r, "is finished but admitted")
-        _require(r.slot > 0, r, "runs without a slot")
-        least = self.memory.pages_for(max(r.scheduled, r.prompt_length))
-        enough = least <= len(r.pages) <= r.pages_needed(self.page_size)
-        _require(enough, r, f"holds {len(r.pages)} pages for {r.scheduled} tokens")
-        in_prefill = r.scheduled < r.prompt_length
-        _require((r in self._prefilling) == in_prefill, r, "is in the wrong queue")
-        _require(not in_prefill or r.scheduled % TILE == 0, r, f"was cut at {r.scheduled}")
+        check_integrity(self._waiting, self._prefilling, self._running, self.memory)
 
     def _prefill_plan(self) -> PrefillPlan | None:
         """Short prompts get half the step if there is a long one, and the first long one the rest."""
@@ -477,8 +469,3 @@ class Scheduler:
             if victim is request:
                 return False
         return True
-
-
-def _require(condition: bool, request: Request, problem: str) -> None:
-    if not condition:
-        raise PoolError(f"request {request.request_id} {problem}")

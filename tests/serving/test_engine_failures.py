@@ -16,7 +16,7 @@ from serving_fakes import (
 
 from hybridjax.errors import EngineDeadError, GrammarError
 from hybridjax.serving.api import SamplingParams
-from hybridjax.serving.plan import DecodePlan, NotLaunchedError, PrefillPlan, StepResult
+from hybridjax.serving.plan import DecodePlan, DecodeRow, NotLaunchedError, PrefillPlan, StepResult
 
 GREEDY = SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 LONG = SamplingParams(temperature=0, max_tokens=60, ignore_eos=True)
@@ -119,7 +119,8 @@ def test_steps_launched_after_a_failed_one_do_not_count():
         recorder.wait()
         assert recorder.reason(request_id) == "error"
         assert recorder.tokens(request_id) == alone(engine, prompt_of(10), LONG)[: 1 + 4]
-        assert runner.plans[-1].rows[0].position == 18, "was launched, and read only to be dropped"
+        [row] = runner.plans[-1].rows
+        assert isinstance(row, DecodeRow) and row.position == 18, "was launched, and read only to be dropped"
 
 
 def test_a_row_that_the_device_cannot_take_fails_alone():
@@ -315,20 +316,120 @@ def test_a_request_whose_pages_were_freed_under_it_ends_and_serving_goes_on():
         assert list(engine.generate([prompt_of(70)], GREEDY)[0].token_ids) == list(first.token_ids)
 
 
-def test_a_scheduler_that_raises_ends_the_engine_without_losing_a_request():
-    runner = FakeRunner()
-    engine = engine_of(runner)
-    recorder = Recorder()
-    runner.on_read = once(
-        lambda plan: isinstance(plan, DecodePlan),
-        lambda plan: setattr(engine._loop._scheduler, "next_plan", lambda: break_down(plan)),
-    )
-    for name in "abc":
-        engine.submit([1, 2], LONG, recorder, request_id=name)
-    recorder.wait(3)
-    assert {recorder.reason(name) for name in "abc"} == {"error"}
-    engine.shutdown()
-    assert runner.closed == 1
+def test_a_preemption_that_fails_ends_those_who_hold_memory_and_serving_goes_on():
+    runner = FakeRunner(num_pages=8, context_length=448)
+    params = SamplingParams(temperature=0, max_tokens=200, ignore_eos=True)
+    with serving(runner, max_running_requests=3) as (engine, _):
+        recorder, scheduler = Recorder(), engine._loop._scheduler
+        preempt, preempted = scheduler.preempt, []
+
+        def failing(request):
+            if not preempted:
+                preempted.append(request.request_id)
+                scheduler.memory.pages.release(request.pages)  # so that they cannot be given back
+            preempt(request)
+
+        scheduler.preempt = failing
+        submit_together(engine, runner, recorder, [(name, 60, params) for name in "abcde"])
+        recorder.wait(5)
+        assert len(preempted) == 1
+        # Whoever was being preempted holds nothing any more and waits, with the tokens it had.
+        ended = [name for name in "abcde" if recorder.reason(name) == "error"]
+        assert ended == [name for name in "abc" if name not in preempted]
+        expected = alone(engine, prompt_of(60), params)
+        for name in "abcde":
+            tokens = recorder.tokens(name)
+            assert tokens == (expected[: len(tokens)] if name in ended else expected)
+        assert engine.is_healthy
+
+
+def fail_to_plan():
+    raise KeyError("planted")
+
+
+def plan_nothing():
+    return None
+
+
+@pytest.mark.parametrize("next_plan", [fail_to_plan, plan_nothing])
+def test_planning_that_always_fails_ends_every_request_but_not_the_engine(next_plan):
+    with serving(max_running_requests=2) as (engine, runner):
+        recorder, scheduler = Recorder(), engine._loop._scheduler
+        works = scheduler.next_plan
+        break_planning = once(
+            lambda plan: isinstance(plan, DecodePlan),
+            lambda plan: setattr(scheduler, "next_plan", next_plan),
+        )
+        submit_together(engine, runner, recorder, [(name, 10, LONG) for name in "abcd"], break_planning)
+        recorder.wait(4)
+        assert {recorder.reason(name) for name in "abcd"} == {"error"}
+        engine.submit([1, 2], LONG, recorder, request_id="late")
+        recorder.wait()
+        assert recorder.reason("late") == "error"
+        engine.check_integrity()
+        scheduler.next_plan = works
+        assert list(engine.generate([[1, 2]], LONG)[0].token_ids) == alone(engine, [1, 2], LONG)
+
+
+def test_a_request_that_was_half_admitted_gives_everything_back():
+    with serving() as (engine, runner):
+        recorder, scheduler = Recorder(), engine._loop._scheduler
+        take, failures = scheduler._waiting.take, []
+
+        def failing(request):
+            if request.request_id == "b" and not failures:
+                failures.append(request)
+                assert request.slot and request.pages
+                raise KeyError("planted")
+            take(request)
+
+        scheduler._waiting.take = failing
+        submit_together(engine, runner, recorder, [(name, 70, LONG) for name in "abc"])
+        recorder.wait(3)
+        assert [recorder.reason(name) for name in "abc"] == ["error", "error", "length"]
+        assert recorder.tokens("c") == alone(engine, prompt_of(70), LONG)
+        engine.check_integrity()
+
+
+def test_a_request_that_cannot_be_queued_fails_alone():
+    with serving() as (engine, _):
+        recorder, scheduler = Recorder(), engine._loop._scheduler
+        add = scheduler.add
+
+        def failing(request):
+            if request.request_id == "bad":
+                raise KeyError("planted")
+            add(request)
+
+        scheduler.add = failing
+        for name in ("bad", "good"):
+            engine.submit([1, 2], LONG, recorder, request_id=name)
+        recorder.wait(2)
+        assert recorder.reason("bad") == "error"
+        assert recorder.tokens("good") == alone(engine, [1, 2], LONG)
+
+
+def test_a_detokenizer_that_fails_when_a_request_is_aborted_fails_only_this():
+    class Bad:
+        def push(self, ids, /):
+            return ""
+
+        def flush(self):
+            raise ValueError("planted")
+
+    with serving(tokenizer=FakeTokenizer()) as (engine, runner):
+        recorder = Recorder()
+        make = engine._make_text_source
+        engine._make_text_source = lambda *_: Bad()
+        entry = engine._entry([1, 2], LONG, recorder, "bad")
+        engine._make_text_source = make
+        runner.on_launch = once(lambda plan: isinstance(plan, DecodePlan), lambda plan: engine.abort("bad"))
+        engine._loop.add([entry])
+        engine.submit([1, 2], LONG, recorder, request_id="good")
+        recorder.wait(2)
+        assert recorder.reason("bad") == "error"
+        assert recorder.events["bad"][-1].error == "internal error"
+        assert recorder.tokens("good") == alone(engine, [1, 2], LONG)
 
 
 def test_a_runner_that_cannot_close_does_not_keep_shutdown_from_returning():
