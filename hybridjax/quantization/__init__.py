@@ -1,5 +1,6 @@
 """Number formats of quantised weights and how weights are brought into them; arrays only, no models."""
 
+from hybridjax.quantization.gptq import ORDERINGS, gptq
 from hybridjax.quantization.nvfp4 import (
     GROUP,
     NVFP4,
@@ -9,6 +10,7 @@ from hybridjax.quantization.nvfp4 import (
     dequantize,
     encode,
     global_scale,
+    nearest,
     pack,
     quantize,
     quantize_activations,
@@ -20,12 +22,15 @@ from hybridjax.quantization.swizzle import swizzle_scales, unswizzle_scales
 __all__ = [
     "GROUP",
     "NVFP4",
+    "ORDERINGS",
     "RULES",
     "block_scales",
     "decode",
     "dequantize",
     "encode",
     "global_scale",
+    "gptq",
+    "nearest",
     "pack",
     "quantize",
     "quantize_activations",

@@ -77,8 +77,13 @@ def encode(x: jax.Array, scales: jax.Array, global_scale: jax.Array) -> jax.Arra
       float4_e2m1fn[..., K]; zeros where a scale is zero.
     """
     step = (scales.astype(jnp.float32) * global_scale)[..., None]
-    ratio = jnp.where(step > 0, _grouped(x) / jnp.where(step > 0, step, 1.0), 0.0)
-    return jnp.clip(ratio, -LARGEST_CODE, LARGEST_CODE).astype(_E2M1).reshape(x.shape)
+    return nearest(_grouped(x), step).reshape(x.shape)
+
+
+def nearest(x: jax.Array, step: jax.Array) -> jax.Array:
+    """The codes nearest to x / step, ties to even: float32 that broadcast -> float4_e2m1fn; 0 for step 0."""
+    ratio = jnp.where(step > 0, x / jnp.where(step > 0, step, 1.0), 0.0)
+    return jnp.clip(ratio, -LARGEST_CODE, LARGEST_CODE).astype(_E2M1)
 
 
 def block_scales(x: jax.Array, amax: jax.Array, rule: str = "static_6") -> jax.Array:
