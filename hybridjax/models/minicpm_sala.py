@@ -35,6 +35,10 @@ class DecoderLayer(nnx.Module):
         h = h + self.mlp(self.mlp_norm(h)) * self.residual_scale
         return h, cache
 
+    def whole(self, h: jax.Array, batch: Batch, ngram_rows: None = None) -> jax.Array:
+        """The layer on its own in a WHOLE batch: h [N, hidden] -> h [N, hidden]."""
+        return self(h, batch, None)[0]
+
 
 class MiniCPMSALA(nnx.Module):
     """The language model (minicpm_sala 1.4).
@@ -94,7 +98,7 @@ class MiniCPMSALA(nnx.Module):
         The probe sees ``layers.{i}.hidden`` (the layer's input), ``layers.{i}.state`` (linear layers in
         WHOLE mode), ``layers.{i}.block_ids`` (sparse layers) and ``hidden`` (the result).
         """
-        h = self.embed_tokens(batch.tokens) * self.config.scale_emb
+        h = self.embed(batch)
         caches: list[LayerCache | None] = []
         for i, layer in enumerate(self.layers):
             inner = None
@@ -109,6 +113,10 @@ class MiniCPMSALA(nnx.Module):
         if probe is not None:
             probe("hidden", h)
         return h, None if state is None else tuple(c for c in caches if c is not None)
+
+    def embed(self, batch: Batch) -> jax.Array:
+        """Hidden states [N, hidden] before the first layer."""
+        return self.embed_tokens(batch.tokens) * self.config.scale_emb
 
     def logits(self, hidden: jax.Array) -> jax.Array:
         """float32[..., vocab] from hidden states [..., hidden].

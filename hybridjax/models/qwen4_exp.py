@@ -90,6 +90,20 @@ class DecoderLayer(nnx.Module):
         streams = self.mlp_mix.combine(streams, normed, self.mlp(x, batch, probe))
         return streams, cache
 
+    def add_ngrams(
+        self, streams: jax.Array, batch: Batch, cache: NgramCache | None, rows: jax.Array | None = None
+    ) -> tuple[jax.Array, NgramCache | None]:
+        """What reaches a layer with an n-gram embedding, and that one's cache; see ``NgramEmbedding``."""
+        assert self.ple is not None
+        delta, cache = self.ple(streams, batch, cache, rows)
+        return streams + delta, cache
+
+    def whole(self, streams: jax.Array, batch: Batch, ngram_rows: jax.Array | None = None) -> jax.Array:
+        """The layer on its own in a WHOLE batch, its n-gram embedding first: streams -> streams."""
+        if self.ple is not None:
+            streams, _ = self.add_ngrams(streams, batch, None, ngram_rows)
+        return self(streams, batch, None)[0]
+
 
 class MTPHead(nnx.Module):
     """The draft layer (qwen4_exp 10): one indexed-attention layer over the trunk's streams and the next
@@ -278,8 +292,7 @@ class Qwen4Exp(nnx.Module):
                 number = text.ple_layers.index(i)
                 rows = None if batch.ngram_rows is None else batch.ngram_rows[number]
                 cache = None if caches is None else caches[count + number]
-                delta, cache = layer.ple(streams, batch, cache, rows)
-                streams = streams + delta
+                streams, cache = layer.add_ngrams(streams, batch, cache, rows)
                 if caches is not None:
                     caches[count + number] = cache
             inner = prefixed(probe, f"layers.{i}.")
