@@ -17,6 +17,7 @@ from hybridjax.ops.infllm import select_blocks, update_compressed
 from hybridjax.ops.ngram_hash import NgramHash, ngram_rows, ngram_windows
 from hybridjax.ops.norms import centered_rms_norm, gated, gated_rms_norm, rms_norm, swiglu
 from hybridjax.ops.nvfp4 import nvfp4_w4a4, nvfp4_w4a16
+from hybridjax.ops.nvfp4_experts import nvfp4_experts
 from hybridjax.ops.rotary import rotary
 from hybridjax.ops.router import load_balancing_loss, route
 from hybridjax.ops.segment_attention import segment_attention
@@ -49,6 +50,7 @@ __all__ = [
     "load_balancing_loss",
     "ngram_rows",
     "ngram_windows",
+    "nvfp4_experts",
     "nvfp4_w4a16",
     "nvfp4_w4a4",
     "override",
