@@ -1,15 +1,14 @@
 """Long prompts: what a cached prefix saves, what a long prefill costs others, and what memory it takes.
 
-    python -m benchmarks.long_context [--model tiny-sala] [--length 32768] [--only hit,latency,memory,needle]
+    python -m benchmarks.long_context [--model tiny-sala] [--length 32768] [--only hit,latency,memory]
     python -m benchmarks.long_context --model full-shape --length 131072 --only memory   # wants a GPU
 
 - hit: time to first token of a prompt that is known but for its last tokens, against that of the unknown one.
 - latency: seconds per token of a decoding request while a long prompt is computed, against those when alone.
 - memory: prompts of that length and some tokens behind each; peak memory before and after each (two at most).
-- needle: how far a passage of a long text is continued as it stood, by its place and the text's length.
 
 The bundled models were trained for a context of 4,096 tokens; beyond it only times mean anything. Before a
-time is printed, the tokens of both ways are compared.
+time is printed, the tokens of both ways are compared. What models find in a long text: benchmarks/needle.py.
 """
 
 import argparse
@@ -30,7 +29,6 @@ from hybridjax.configs import EngineConfig, MiniCPMSALAConfig
 from hybridjax.serving import Engine, SamplingParams
 from hybridjax.serving.runner import ModelRunner
 from hybridjax.serving.sizing import pool_sizes
-from hybridjax.text import load_tokenizer
 
 
 def make_engine(name: str, length: int, layers: int, share: float) -> Engine:
@@ -175,35 +173,6 @@ def memory(engine: Engine, length: int, prompts: int) -> dict:
     return {"seconds": seconds, "peak_bytes": peaks}
 
 
-def needle(engine: Engine, lengths: list[int], trials: int) -> list[dict]:
-    """Greedy continuation of a passage's beginning, when the passage stood in the text once before."""
-    tokenizer = load_tokenizer(resolve(engine.config.model_path))
-    rows = []
-    for length in lengths:
-        for depth in (0.0, 0.25, 0.5, 0.75, 0.95):
-            right = total = 0
-            for trial in range(trials):
-                rng = np.random.default_rng([length, int(100 * depth), trial])
-                names = [f"{a}{b}" for a in "bcdfgklmnprst" for b in "aeiou"]
-                code = "".join(rng.choice(names, 4))
-                passage = np.array(
-                    tokenizer.encode(f"\nThe secret word is {code}.\n", add_special_tokens=False)
-                )
-                question = np.array(tokenizer.encode("\nThe secret word is", add_special_tokens=False))
-                filler = text(engine, length, trial)
-                where = int(depth * (length - 128))
-                before = filler[: where - where % 64 if depth else 0]
-                rest = filler[: length - len(before) - len(passage) - len(question) - 16]
-                prompt = np.concatenate([before, passage, rest, question]).astype(np.int32)
-                answer = passage[len(question) : len(question) + 8]
-                got = Clocked(engine, prompt, len(answer)).wait().tokens
-                right += int(np.cumprod(np.array(got) == answer).sum())
-                total += len(answer)
-            rows.append({"length": length, "depth": depth, "right": right, "of": total})
-            print(f"needle at {depth:.0%} of {length}: {right}/{total} tokens in a row", flush=True)
-    return rows
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
@@ -214,7 +183,6 @@ def main() -> int:
     parser.add_argument("--only", default="hit,latency,memory")
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
-    parser.add_argument("--needle-lengths", default="512,1024,2048,4096")
     parser.add_argument("--max-prefill-share", type=float, default=EngineConfig.max_prefill_share)
     args = parser.parse_args()
     print(environment(), flush=True)
@@ -227,8 +195,6 @@ def main() -> int:
             out["latency"] = latency(engine, args.length, args.tokens)
         if "memory" in parts:
             out["memory"] = memory(engine, args.length, min(2, args.repeats))
-        if "needle" in parts:
-            out["needle"] = needle(engine, [int(n) for n in args.needle_lengths.split(",")], args.repeats)
     finish("long_context", [out], model=args.model, length=args.length)
     return 0
 
