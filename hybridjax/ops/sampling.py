@@ -104,15 +104,16 @@ def mask_words(vocab: int) -> int:
 
 
 def neutral_rows(num_rows: int) -> SamplingRows:
-    """Greedy rows without filters, penalties or wishes: what padding rows hold."""
-    zeros, ones = jnp.zeros(num_rows, jnp.float32), jnp.ones(num_rows, jnp.float32)
-    false = jnp.zeros(num_rows, bool)
+    """Greedy rows without filters, penalties or wishes: what padding rows hold. Compiles nothing."""
+    zeros = jax.device_put(np.zeros(num_rows, np.float32))
+    ones = jax.device_put(np.ones(num_rows, np.float32))
+    false = jax.device_put(np.zeros(num_rows, bool))
     return SamplingRows(
         temperature=zeros,
-        top_k=jnp.zeros(num_rows, jnp.int32),
+        top_k=jax.device_put(np.zeros(num_rows, np.int32)),
         top_p=ones,
         min_p=zeros,
-        seed=jnp.zeros((num_rows, 2), jnp.uint32),
+        seed=jax.device_put(np.zeros((num_rows, 2), np.uint32)),
         repetition_penalty=ones,
         presence_penalty=zeros,
         frequency_penalty=zeros,

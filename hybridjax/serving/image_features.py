@@ -9,7 +9,8 @@ import numpy as np
 from flax import nnx
 
 from hybridjax.images.grid import patch_count, patch_layout
-from hybridjax.serving.plan import PrefillRow
+from hybridjax.serving.compiling import Programs, abstract
+from hybridjax.serving.plan import NotLaunchedError, PrefillRow
 from hybridjax.serving.request import Request
 
 _SMALLEST = 256  # patches
@@ -22,9 +23,11 @@ class ImageFeatures:
       graph, parameters: of the model, a Qwen4ExpMultimodal.
       config: its configuration.
       dtype: of the features.
+      programs: where the programs are kept.
     """
 
-    def __init__(self, graph: Any, parameters: Any, config: Any, dtype: Any):
+    def __init__(self, graph: Any, parameters: Any, config: Any, dtype: Any, programs: Programs):
+        self._programs = programs
         self._parameters, self._vision = parameters, config.vision_config
         self._shape, self._dtype = (config.hidden_size,), jnp.dtype(dtype)
         self._zeros: dict[int, jax.Array] = {}
@@ -45,7 +48,14 @@ class ImageFeatures:
         Args:
           fields: of a prefill bucket, ``positions`` filled in.
           chunks: each with its first row.
+
+        Raises:
+          NotLaunchedError: an image cannot be computed; names its request. Others keep their features.
         """
+        for chunk, _ in chunks:
+            images = chunk.request.images
+            if images is not None and (images.feature_index[chunk.start : chunk.end] >= 0).any():
+                self._compute(chunk.request)
         fields["rope_positions"][:] = fields["positions"][:, None]
         fields["feature_index"][:] = -1
         rows = len(fields["positions"])
@@ -61,23 +71,30 @@ class ImageFeatures:
             if len(placeholder):
                 if features is None:
                     features = np.zeros((rows, *self._shape), self._dtype)
-                features[begin + placeholder] = self._features(chunk.request)[index[placeholder]]
+                assert chunk.request.features is not None
+                features[begin + placeholder] = chunk.request.features[index[placeholder]]
                 fields["feature_index"][begin + placeholder] = begin + placeholder
             if chunk.is_last:
                 chunk.request.features = None
         if features is not None:
             return jax.device_put(features)
         if rows not in self._zeros:
-            self._zeros[rows] = jnp.zeros((rows, *self._shape), self._dtype)
+            self._zeros[rows] = jax.device_put(np.zeros((rows, *self._shape), self._dtype))
         return self._zeros[rows]
 
-    def _features(self, request: Request) -> np.ndarray:
-        """What the vision tower makes of all images of a request: [tokens, hidden]."""
-        if request.features is None:
-            assert request.images is not None
-            parts = [self._image(image) for image in request.images.images]
-            request.features = np.concatenate(parts)
-        return request.features
+    def _compute(self, request: Request) -> None:
+        """Sets ``request.features``, unless it is known: what the vision tower makes of all its images."""
+        if request.features is not None:
+            return
+        assert request.images is not None
+        parts = []
+        for number, image in enumerate(request.images.images, 1):
+            try:
+                parts.append(self._image(image))
+            except Exception as error:
+                message = f"image {number} of request {request.request_id} could not be computed"
+                raise NotLaunchedError(message, [request], is_public=True) from error
+        request.features = np.concatenate(parts)
 
     def _image(self, image: Any) -> np.ndarray:
         count = patch_count(image.grid)
@@ -88,7 +105,9 @@ class ImageFeatures:
         layout = patch_layout([image.grid], side=side, merge_size=merge, length=length)
         patches = np.zeros((length, self._vision.patch_values), self._dtype)
         patches[:count] = image.processor.patches(image.pixels)
-        out = self._encode(
-            self._parameters, patches, layout.positions, layout.taps, layout.weights, layout.frame
+        inputs = self._parameters, patches, layout.positions, layout.taps, layout.weights, layout.frame
+        encode = self._programs.late(
+            ("images", length), lambda: self._encode.lower(*abstract(inputs)).compile()
         )
+        out = encode(*inputs)
         return np.asarray(out)[: count // self._vision.merge_unit]

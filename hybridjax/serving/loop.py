@@ -294,8 +294,8 @@ class EngineLoop:
                 self._end_at_limit(at_fault, str(error))
             else:
                 logger.exception("a step could not be launched")
-                known = isinstance(error.__cause__, HybridJaxError)
-                self._fail_requests(at_fault, str(error) if known else None)
+                is_public = error.is_public or isinstance(error.__cause__, HybridJaxError)
+                self._fail_requests(at_fault, str(error) if is_public else None)
             rest = tuple(row for row in plan.rows if row.request not in at_fault)
             if rest:
                 return self._launch(dataclasses.replace(plan, rows=rest))

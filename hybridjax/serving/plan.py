@@ -18,11 +18,13 @@ class NotLaunchedError(HybridJaxError):
 
     Attributes:
       requests: those at fault, if it can be told; the others' rows can be launched without them.
+      is_public: whether the message is fit for clients.
     """
 
-    def __init__(self, message: str, requests: Sequence[Request] = ()):
+    def __init__(self, message: str, requests: Sequence[Request] = (), *, is_public: bool = False):
         super().__init__(message)
         self.requests = tuple(requests)
+        self.is_public = is_public
 
 
 @dataclasses.dataclass(frozen=True)

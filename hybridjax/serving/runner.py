@@ -8,7 +8,7 @@ import logging
 import os
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +23,7 @@ from hybridjax.configs import EngineConfig
 from hybridjax.ops.dispatch import override
 from hybridjax.ops.sampling import init_sampler_state, neutral_rows, reset_slot, seed_words
 from hybridjax.serving.api import MAX_LOGIT_BIAS
+from hybridjax.serving.compiling import Programs, abstract
 from hybridjax.serving.decode_parts import DecodeParts
 from hybridjax.serving.image_features import ImageFeatures
 from hybridjax.serving.mapped_tables import map_tables
@@ -107,9 +108,10 @@ class ModelRunner:
         # Launches take a plain list: flattening nnx's containers costs more than launching a thousand arrays.
         self._parameters, self._structure = jax.tree.flatten(parameters)
         self._parts = DecodeParts(model, self._graph, self._structure) if self._ngrams else None
+        self._programs = Programs()
         self._images = None
         if hasattr(model, "visual"):
-            self._images = ImageFeatures(self._graph, parameters, model.config, model.dtype)
+            self._images = ImageFeatures(self._graph, parameters, model.config, model.dtype, self._programs)
         self._init_caches = functools.partial(model.init_state, sizes.num_pages, sizes.num_slots)
         self._make_state = jax.jit(self._new_state)
         self._state: DeviceState | None = self._make_state()
@@ -121,13 +123,11 @@ class ModelRunner:
             vocab_limit=vocab_limit,
         )
         self.prefill_sizes = tuple(sorted({b.rows for b in self._buckets if b.mode == "prefill"}))
-        self._programs: dict[Bucket, Any] = {}
-        # A launch that compiles may take minutes; the watchdog must know.
-        self.is_compiling = False
         self._reset = jax.jit(reset_slot, donate_argnums=0)
-        self._token_masks = TokenMasks(self.vocab_size, mask_counts(sizes))
+        self._token_masks = TokenMasks(self.vocab_size, mask_counts(sizes), self._programs)
         if not config.skip_server_warmup:
             self._compile_all(progress)
+            self._reset_slot(0, np.zeros(0, np.int32), {})
             if grammars:
                 state = self._live_state()
                 self._state = DeviceState(state.caches, self._token_masks.warm(state.sampler))
@@ -136,16 +136,12 @@ class ModelRunner:
         """Prepares the slot's penalty counts and bias; see plan.Runner."""
         if not request.needs_sampler_reset:
             return
-        state = self._live_state()
-        prompt = np.full(self.vocab_size, -1, np.int32)
-        seen = np.unique(request.prompt_ids)
-        prompt[: len(seen)] = seen
-        ids, values = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
-        bias = request.params.logit_bias
-        ids[: len(bias)] = list(bias)
-        values[: len(bias)] = list(bias.values())
-        sampler = self._reset(state.sampler, np.int32(request.slot), prompt, ids, values)
-        self._state = DeviceState(state.caches, sampler)
+        self._reset_slot(request.slot, request.prompt_ids, request.params.logit_bias)
+
+    @property
+    def is_compiling(self) -> bool:
+        """Whether a program is being compiled at its first use; for the watchdog, from any thread."""
+        return self._programs.is_compiling
 
     def launch(self, plan: Any) -> Launched:
         """Dispatches a step; see plan.Runner."""
@@ -154,7 +150,7 @@ class ModelRunner:
             bucket, fields, extras = prepare(plan)
             masks = row_masks(plan.rows)
             fields["use_mask"][list(masks)] = True
-            program = self._programs.get(bucket) or self._compile_late(bucket)
+            program = self._programs.late(bucket, lambda: self._compile(bucket))
         except NotLaunchedError:
             raise
         except Exception as error:
@@ -295,16 +291,21 @@ class ModelRunner:
             _fill_pages(fields, i, row.request, -(-(row.position + row.steps) // self.page_size))
         return bucket, fields, Extras()
 
-    def _compile_late(self, bucket: Bucket) -> Any:
-        self.is_compiling = True
-        try:
-            return self._compile(bucket)
-        finally:
-            self.is_compiling = False
+    def _reset_slot(self, slot: int, prompt_ids: np.ndarray, bias: Mapping[int, float]) -> None:
+        state = self._live_state()
+        prompt = np.full(self.vocab_size, -1, np.int32)
+        seen = np.unique(prompt_ids)
+        prompt[: len(seen)] = seen
+        ids, values = np.full(MAX_LOGIT_BIAS, -1, np.int32), np.zeros(MAX_LOGIT_BIAS, np.float32)
+        ids[: len(bias)] = list(bias)
+        values[: len(bias)] = list(bias.values())
+        inputs = state.sampler, np.int32(slot), prompt, ids, values
+        reset = self._programs.late("reset", lambda: self._reset.lower(*abstract(inputs)).compile())
+        self._state = DeviceState(state.caches, reset(*inputs))
 
     def _compile(self, bucket: Bucket) -> Any:
         """The bucket's program, or those of a decode step with tables on the host."""
-        parameters, state = jax.tree.map(_abstract, (self._parameters, self._live_state()))
+        parameters, state = abstract((self._parameters, self._live_state()))
         buffer = jax.ShapeDtypeStruct((bucket.layout.size,), jnp.int32)
 
         def run(leaves: Any, *inputs: Any) -> Any:
@@ -356,10 +357,6 @@ def enable_compilation_cache(directory: str | None) -> None:
     path = Path(directory) if directory else base / "hybridjax" / "xla"
     jax.config.update("jax_compilation_cache_dir", str(path))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.5)
-
-
-def _abstract(x: jax.Array) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding)
 
 
 def _scored(plan: PrefillPlan) -> dict[int, tuple[int, int, int]]:

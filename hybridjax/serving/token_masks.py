@@ -8,6 +8,7 @@ import numpy as np
 
 from hybridjax.errors import HybridJaxError
 from hybridjax.ops.sampling import SamplerState, mask_words, write_masks
+from hybridjax.serving.compiling import Programs, abstract
 from hybridjax.serving.plan import DecodeRow, NotLaunchedError, PrefillRow
 
 
@@ -17,9 +18,11 @@ class TokenMasks:
     Args:
       vocab_size: of the model.
       row_counts: how many masks are written at once, ascending: a program each.
+      programs: where the programs are kept.
     """
 
-    def __init__(self, vocab_size: int, row_counts: Sequence[int]):
+    def __init__(self, vocab_size: int, row_counts: Sequence[int], programs: Programs):
+        self._programs = programs
         self._words = mask_words(vocab_size)
         self._counts = tuple(row_counts)
         self._write = jax.jit(write_masks, donate_argnums=0)
@@ -39,7 +42,11 @@ class TokenMasks:
         return self._written(state, slots, rows)
 
     def _written(self, state: SamplerState, slots: np.ndarray, rows: np.ndarray) -> SamplerState:
-        return dataclasses.replace(state, token_mask=self._write(state.token_mask, slots, rows))
+        inputs = state.token_mask, slots, rows
+        write = self._programs.late(
+            ("masks", len(slots)), lambda: self._write.lower(*abstract(inputs)).compile()
+        )
+        return dataclasses.replace(state, token_mask=write(*inputs))
 
 
 def row_masks(rows: Sequence[PrefillRow | DecodeRow]) -> dict[int, np.ndarray]:

@@ -1,6 +1,7 @@
 """The engine on the Qwen4Exp goldens: chunks, batches, tables on the host, images, cached prefixes."""
 
 import json
+import threading
 from pathlib import Path
 
 import jax
@@ -140,6 +141,7 @@ def forced(model, ids, features, index, rope):
 
 class TestImages:
     IMAGE, VIDEO, START, END = 290, 291, 292, 293
+    compiled: list[tuple[str, bool]] = []
 
     @pytest.fixture(scope="class")
     @classmethod
@@ -147,8 +149,49 @@ class TestImages:
         # A golden without preprocessor_config.json: the processor's own bounds would enlarge small images.
         fields = {"max_image_area": 16 * 16 * 8, "max_images_per_request": 3}
         cached, model = make_engine("multimodal", chunked_prefill_size=64, **fields)
+        cls.compiled.clear()
+
+        def listener(event, seconds, **about):
+            if (
+                event.endswith("backend_compile_duration")
+                and threading.current_thread() is cached._loop._thread
+            ):
+                cls.compiled.append((about["fun_name"], cached._loop._runner.is_compiling))
+
+        jax.monitoring.register_event_duration_secs_listener(listener)
         with cached:
             yield cached, model
+        jax.monitoring.unregister_event_duration_listener(listener)
+
+    def test_the_watchdog_is_told_of_everything_that_is_compiled_while_requests_run(self, engines):
+        engine, _ = engines
+
+        class Anything:
+            """A grammar that allows every token."""
+
+            ready, is_complete = True, False
+
+            def accept(self, token):
+                pass
+
+            def mask(self):
+                return np.full(-(-engine.info.vocab_size // 32), 2**32 - 1, np.uint32)
+
+        ended = threading.Event()
+        params = SamplingParams(max_tokens=3, repetition_penalty=1.1, **GREEDY)
+        entry = engine._entry(
+            self.prompt(5, "image"),
+            params,
+            lambda event: event.finish_reason and ended.set(),
+            "r",
+            [self.picture(1)],
+        )
+        entry.request.matcher = Anything()
+        engine._loop.add([entry])
+        assert ended.wait(300)
+        assert [name for name, told in self.compiled if not told] == []
+        programs = {name for name, _ in self.compiled}
+        assert {"jit(run)", "jit(encode)", "jit(reset_slot)", "jit(write_masks)"} <= programs
 
     def picture(self, seed, height=24, width=40):
         return np.random.default_rng(seed).integers(0, 256, (height, width, 3)).astype(np.uint8)

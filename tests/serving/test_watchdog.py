@@ -12,6 +12,7 @@ from serving_fakes import FakeRunner, Recorder, engine_of, prompt_of
 from hybridjax.configs.serving import ServerConfig
 from hybridjax.errors import EngineDeadError
 from hybridjax.serving.api import SamplingParams
+from hybridjax.serving.compiling import Programs
 from hybridjax.serving.http.app import create_app
 from hybridjax.serving.runner import ModelRunner
 from hybridjax.serving.watchdog import Watchdog, stacks
@@ -187,14 +188,19 @@ def test_the_stacks_name_every_thread():
 
 def test_the_runner_says_when_it_compiles_late():
     runner = object.__new__(ModelRunner)
+    runner._programs = Programs()
     seen = []
 
-    def compile(bucket):
-        seen.append((bucket, runner.is_compiling))
-        raise RuntimeError("planted")
+    def compile():
+        seen.append(runner.is_compiling)
+        if len(seen) == 1:
+            raise RuntimeError("planted")
+        return "program"
 
-    runner._compile = compile
     with pytest.raises(RuntimeError, match="planted"):
-        runner._compile_late("bucket")
-    assert seen == [("bucket", True)]
+        runner._programs.late("bucket", compile)
     assert not runner.is_compiling
+    for _ in range(2):
+        assert runner._programs.late("bucket", compile) == "program"
+        assert not runner.is_compiling
+    assert seen == [True, True]
