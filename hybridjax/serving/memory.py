@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 from hybridjax.batch import TILE
 from hybridjax.serving.pools import PagePool, PoolError, SlotPool
-from hybridjax.serving.prefix_cache import Match, PrefixCache
+from hybridjax.serving.prefix_cache import Followed, Match, PrefixCache
 from hybridjax.serving.request import Request
 
 
@@ -24,10 +24,21 @@ class StateMemory:
         self.slots = SlotPool(num_slots)
         self.page_size = page_size
         self.cache = PrefixCache(self.pages, self.slots, page_size) if prefix_caching else None
+        # Of requests that hold nothing yet and were asked for.
+        self._followed: dict[Request, Followed] = {}
 
     def pages_for(self, tokens: int) -> int:
         """Pages that hold so many tokens."""
         return -(-tokens // self.page_size)
+
+    def cached_tokens(self, request: Request) -> int:
+        """The tokens that ``match`` would find for a request that waits, often asked."""
+        if self.cache is None or request.params.prompt_logprobs is not None:
+            return 0
+        followed = self._followed.get(request)
+        if followed is None:
+            followed = self._followed[request] = self.cache.follow(request.cache_ids, request.cache_salt)
+        return followed.tokens
 
     def match(self, request: Request) -> Match:
         """What the cache knows of a prompt; see PrefixCache.match.
@@ -64,6 +75,7 @@ class StateMemory:
                 self.cache.undo(match)
             return False
         request.pages, request.slot = shared + fresh, slot
+        self._followed.pop(request, None)
         return True
 
     def grow(self, request: Request, tokens: int) -> bool:
@@ -123,6 +135,7 @@ class StateMemory:
         """
         pages, slot = request.pages, request.slot
         request.pages, request.slot = [], 0
+        self._followed.pop(request, None)
         pending, request.pending_snapshots = request.pending_snapshots, {}
         if slot:
             self.pages.release(pages)

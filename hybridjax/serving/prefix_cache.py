@@ -67,6 +67,8 @@ class PrefixCache:
         self._clock = itertools.count(1)
         self._serial = itertools.count()
         self._num_nodes = 0
+        # Which nodes and snapshots there are: another number whenever that has changed.
+        self._version = 0
         # Leaves by recency; entries that no longer describe a leaf are skipped when they come up.
         self._leaves: list[tuple[int, int, _Node]] = []
         # Nodes with a snapshot, least recently used first.
@@ -88,9 +90,9 @@ class PrefixCache:
         """Slots that the cache holds."""
         return len(self._snapshots)
 
-    def cached_tokens(self, prompt: np.ndarray, salt: bytes = b"") -> int:
-        """What ``match`` would find. Modifies nothing."""
-        return _restorable(self._walk(prompt, (len(prompt) - 1) // self._page_size, salt)) * self._page_size
+    def follow(self, prompt: np.ndarray, salt: bytes = b"") -> "Followed":
+        """What ``match`` would find for a prompt, to be asked again and again. Modifies nothing."""
+        return Followed(self, prompt, salt)
 
     def match(self, prompt: np.ndarray, salt: bytes = b"") -> Match:
         """The deepest known state of a proper prefix of ``prompt`` (int[n], see Request.cache_ids).
@@ -140,6 +142,7 @@ class PrefixCache:
                 self._pages.cache(pages[i])
                 child = node.children[key] = _Node(key, node, pages[i])
                 self._num_nodes += 1
+                self._version += 1
             elif child.page != pages[i] and self._pages.references(child.page) == 1:
                 self._pages.cache(pages[i])
                 self._pages.uncache(child.page)
@@ -161,6 +164,7 @@ class PrefixCache:
             return False
         node.snapshot = slot
         self._snapshots[node] = None
+        self._version += 1
         return True
 
     def has_snapshot(self, prompt: np.ndarray, tokens: int, salt: bytes = b"") -> bool:
@@ -205,6 +209,7 @@ class PrefixCache:
             self._pages.uncache(node.page)
             node.parent = None
         self._root.children.clear()
+        self._version += 1
         self._leaves.clear()
         self._num_nodes = 0
 
@@ -277,6 +282,7 @@ class PrefixCache:
         del parent.children[node.key]
         node.parent = None
         self._num_nodes -= 1
+        self._version += 1
         self._pages.uncache(node.page)
         if parent is not self._root and not parent.children:
             parent.last_used = max(parent.last_used, node.last_used)
@@ -285,7 +291,42 @@ class PrefixCache:
     def _drop_snapshot(self, node: _Node) -> None:
         self._slots.release(node.snapshot)
         node.snapshot = 0
+        self._version += 1
         del self._snapshots[node]
+
+
+class Followed:
+    """How much of one prompt a cache knows, without looking all of it up each time.
+
+    While the tree is what it was, the answer is known. When it has changed, the pages seen before are there
+    if the last of them is, as only leaves are evicted: only pages behind it are looked up.
+    """
+
+    def __init__(self, cache: PrefixCache, prompt: np.ndarray, salt: bytes):
+        self._cache, self._prompt, self._salt = cache, prompt, salt
+        self._most = (len(prompt) - 1) // cache._page_size
+        self._node, self._depth = cache._root, 0
+        self._version, self._tokens = -1, 0
+
+    @property
+    def tokens(self) -> int:
+        """The tokens of ``PrefixCache.match``."""
+        cache = self._cache
+        if self._version == cache._version:
+            return self._tokens
+        node, depth = self._node, self._depth
+        if node.parent is None:  # the root, or evicted
+            node, depth = cache._root, 0
+        while depth < self._most:
+            child = node.children.get(cache._key(self._prompt, depth, self._salt))
+            if child is None:
+                break
+            node, depth = child, depth + 1
+        self._node, self._depth, self._version = node, depth, cache._version
+        while node.parent is not None and not node.snapshot:
+            node, depth = node.parent, depth - 1
+        self._tokens = depth * cache._page_size
+        return self._tokens
 
 
 def _restorable(path: Iterable[_Node]) -> int:

@@ -107,7 +107,9 @@ class Scheduler:
         self._priorities = priorities
         self._queue_timeout = queue_timeout
         self._clock = clock
-        self._waiting = WaitingQueue(policy, priorities=priorities, cached_tokens=self._cached_tokens)
+        self._waiting = WaitingQueue(
+            policy, priorities=priorities, cached_tokens=lambda request: self.memory.cached_tokens(request)
+        )
         # Ordered sets: insertion order is the order of admission, removal anywhere is O(1).
         self._prefilling: dict[Request, None] = {}
         self._running: dict[Request, None] = {}
@@ -309,12 +311,6 @@ class Scheduler:
     def _tiles_left(self, request: Request) -> int:
         return -(-(request.prompt_length - request.scheduled) // TILE)
 
-    def _cached_tokens(self, request: Request) -> int:
-        cache = self.memory.cache
-        if cache is None or request.params.prompt_logprobs is not None:
-            return 0
-        return cache.cached_tokens(request.cache_ids, request.cache_salt)
-
     def _admit_next(self, most_tiles: int | None) -> Request | None:
         """Moves the next waiting request to prefill if it fits now.
 
@@ -340,7 +336,7 @@ class Scheduler:
         return request
 
     def _is_long(self, request: Request, most_tiles: int) -> bool:
-        return request.prompt_length - self._cached_tokens(request) > most_tiles * TILE
+        return request.prompt_length - self.memory.cached_tokens(request) > most_tiles * TILE
 
     def _admit(self, request: Request) -> bool:
         """Gives a waiting request a slot and pages, and its lengths; False if there is no room."""

@@ -92,7 +92,7 @@ def test_prefixes_are_shared_only_under_the_same_salt():
         page_pool.release(pages)
         match = cache.match(tokens("abcdefgh"), salt)
         assert (match.slot, match.pages) == (slot, tuple(pages[:1]))
-        assert cache.cached_tokens(tokens("abcdefgh"), salt) == 4
+        assert cache.follow(tokens("abcdefgh"), salt).tokens == 4
         assert cache.has_snapshot(tokens("abcd"), 4, salt)
     assert cache.num_pages == 6
     cache.check_integrity()
@@ -196,6 +196,37 @@ def test_planted_damage_is_noticed(damage):
         cache.check_integrity()
 
 
+def test_what_is_followed_is_looked_up_once_and_then_only_where_the_tree_has_grown():
+    cache, page_pool, slot_pool = cache_of(pages=100)
+    prompt = "".join(chr(97 + i % 26) for i in range(82))
+    remember(cache, page_pool, slot_pool, prompt[:40], snapshot=40)
+    looked = []
+    key = cache._key
+    cache._key = lambda prompt, index, salt: looked.append(index) or key(prompt, index, salt)
+    followed = [cache.follow(tokens(prompt[:80] + end)) for end in "xyz"]
+
+    def ask():
+        looked.clear()
+        found = {one.tokens for one in followed}
+        return found, list(looked)
+
+    assert ask() == ({40}, [*range(11)] * 3), "the known pages, and the first that is not"
+    assert ask() == ({40}, [])
+    remember(cache, page_pool, slot_pool, prompt, snapshot=60)
+    assert ask() == ({60}, [*range(10, 20)] * 3)
+    cache.evict_snapshot()
+    assert ask() == ({60}, []), "it was not theirs"
+    cache.evict_snapshot()
+    assert ask() == ({0}, [])
+    # Pages go, the last first: what was followed that far is followed anew.
+    cache.evict_pages(1)
+    assert ask() == ({0}, [*range(20)] * 3)
+    remember(cache, page_pool, slot_pool, "other things")
+    assert ask() == ({0}, [19] * 3)
+    cache.flush()
+    assert ask() == ({0}, [0] * 3)
+
+
 class Histories(RuleBasedStateMachine):
     """Prompts over two letters against a dictionary that remembers every state by its tokens."""
 
@@ -204,6 +235,21 @@ class Histories(RuleBasedStateMachine):
         self.cache, self.pages, self.slots = cache_of(pages=14, slots=5)
         self.content = {}  # page or slot -> the tokens whose state it holds
         self.held = []
+        self.followed = []
+
+    @rule(text=st.text("ab", min_size=1, max_size=22), salt=st.sampled_from([b"", b"", b"a"]))
+    def follow(self, text, salt):
+        self.followed.append((text, salt, self.cache.follow(tokens(text), salt)))
+
+    @precondition(lambda self: self.followed)
+    @rule(data=st.data())
+    def ask(self, data):
+        """Asked for the first time or again, after whatever changes, it knows what a match finds."""
+        text, salt, followed = data.draw(st.sampled_from(self.followed))
+        tokens_ = followed.tokens
+        match = self.cache.match(tokens(text), salt)
+        self.cache.undo(match)
+        assert tokens_ == match.tokens == followed.tokens
 
     @rule(text=st.text("ab", min_size=1, max_size=22), snapshot=st.integers(0, 5))
     def run(self, text, snapshot):

@@ -117,3 +117,38 @@ def test_a_request_that_does_not_fit_yet_evicts_nothing():
     plan = scheduler.next_plan()
     assert [row.request.request_id for row in plan.rows] == ["large"]
     scheduler.check_integrity()
+
+
+def test_choosing_the_longest_prefix_looks_every_page_up_once_not_at_every_admission():
+    scheduler = scheduler_of(prefix_caching=True, policy="lpm", max_running=1, num_pages=400)
+    cache, memory = scheduler.memory.cache, scheduler.memory
+    requests = [make_related(f"r{i}", 630, 64 * (i % 10), max_tokens=1) for i in range(50)]
+    for request in requests:
+        scheduler.add(request)
+    key, cached_tokens, lookups = cache._key, memory.cached_tokens, []
+    asked, admissions = [], 0
+
+    def counted(request):
+        cache._key = lambda *place: lookups.append(place) or key(*place)
+        asked.append(request)
+        found = cached_tokens(request)
+        cache._key = key
+        match = cache.match(request.cache_ids)
+        cache.undo(match)
+        assert found == match.tokens, "exact"
+        return found
+
+    memory.cached_tokens = counted
+    while scheduler.has_work:
+        plan = scheduler.next_plan()
+        admissions += sum(row.start == row.request.cached for row in plan.rows)
+        for row in plan.rows:
+            scheduler.confirm(row)
+            if row.is_last:
+                scheduler.finish(row.request, "length")
+    assert admissions == 50
+    assert len(asked) >= 50 * 51 // 2, "at each admission, everyone who waits is asked"
+    # Each time the next page after what is known, and each known page once.
+    known = 9
+    assert len(lookups) <= len(asked) + 50 * known
+    assert memory._followed == {}
