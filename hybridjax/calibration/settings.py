@@ -1,0 +1,71 @@
+"""What a quantisation run is asked to do, checked before anything is read."""
+
+import dataclasses
+
+from hybridjax.configs.validation import check, finite_floats, positive_int
+from hybridjax.errors import ConfigError
+from hybridjax.quantization import GROUP, ORDERINGS, RULES
+
+METHODS = ("gptq", "rtn")
+LENGTHS = ("fixed", "log-uniform")
+SHORTEST = 64  # tokens that the longest sample must at least have
+EXPERT_SHARE = 4
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Settings:
+    """How weights are quantised.
+
+    Attributes:
+      method: "gptq" or "rtn" (rounding to nearest).
+      rule: how the scale of a block is chosen, one of quantization.RULES.
+      skip: fnmatch patterns of tensors or modules that stay as they are, beside those of the architecture.
+      damping: share of the Hessian's mean diagonal that is added to it.
+      ordering: of columns, one of quantization.ORDERINGS.
+      expert_tokens: rows that an expert must have seen for GPTQ; None: a quarter of its matrix's columns
+        (``EXPERT_SHARE``; docs/quantization.md says why).
+      samples: calibration samples at most.
+      length: tokens of the longest sample.
+      lengths: "fixed": samples as long as that, or their document; "log-uniform": limits spread evenly on a
+        logarithmic scale up to it.
+      weights_only: write no input scales, so that only W4A16 is possible.
+      group_size: values that share a scale; NVFP4 has 16.
+
+    Raises:
+      ConfigError: a value is none of those.
+    """
+
+    method: str = "gptq"
+    rule: str = "mse"
+    skip: tuple[str, ...] = ()
+    damping: float = 0.01
+    ordering: str = "static"
+    expert_tokens: int | None = None
+    samples: int = 128
+    length: int = 2048
+    lengths: str = "fixed"
+    weights_only: bool = False
+    group_size: int = GROUP
+
+    def __post_init__(self):
+        for name, allowed in (
+            ("method", METHODS),
+            ("rule", RULES),
+            ("ordering", ORDERINGS),
+            ("lengths", LENGTHS),
+        ):
+            check(getattr(self, name) in allowed, name, getattr(self, name), f"one of {', '.join(allowed)}")
+        finite_floats(self)
+        check(0 < self.damping <= 1, "damping", self.damping, "in (0, 1]")
+        for name in ("samples", "length"):
+            positive_int(name, getattr(self, name))
+        check(self.length >= SHORTEST, "length", self.length, f"at least {SHORTEST}")
+        if self.expert_tokens is not None:
+            positive_int("expert_tokens", self.expert_tokens)
+        check(self.group_size == GROUP, "group_size", self.group_size, f"{GROUP}: NVFP4 has no other")
+        if any(not pattern.strip() for pattern in self.skip):
+            raise ConfigError("skip holds an empty pattern; it must be a name, which may have * and ?")
+
+    def least_tokens(self, columns: int) -> int:
+        """Rows below which an expert's matrix of so many columns is rounded instead."""
+        return self.expert_tokens or max(1, columns // EXPERT_SHARE)
