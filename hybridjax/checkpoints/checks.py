@@ -15,12 +15,13 @@ from hybridjax.errors import CheckpointError, ConfigError
 from hybridjax.models.base import TensorEntry
 
 _FLOATS = frozenset(DTYPES[name] for name in ("F32", "BF16", "F16"))
-_UINT8, _INT64 = np.dtype(np.uint8), np.dtype(np.int64)
+_INT64 = np.dtype(np.int64)
 
 # Names of released checkpoints that hold nothing a model needs (qwen4_exp 2.1).
 _DROPPED = re.compile(
     r"rotary_emb\.|\.ple_embedding\.hashstats_|(^|\.)token_lookup(\.|$)"
     r"|hyper_connection_mixer\.block_inject_weight(\.|$)"
+    r"|\.[kv]_scale$"  # of 8-bit K/V caches: ours are as wide as the model
 )
 
 log = logging.getLogger(__name__)
@@ -36,7 +37,6 @@ def check_tensors(model: Any, layout: Layout, weights: Weights) -> None:
     """
     groups = [(p.entries, p.value.dtype) for p in layout.parameters]
     groups += [(entries, np.dtype(model.config.dtype)) for entries in layout.tables]
-    _refuse_nvfp4([entry for entries, _ in groups for entry in entries], weights)
     problems: list[str] = []
     wanted = set(_constants(model))
     for entries, dtype in groups:
@@ -62,7 +62,10 @@ def _problems(entry: TensorEntry, dtype: np.dtype, weights: Weights) -> Iterator
     file = weights[entry.name]
     info = file.tensors[entry.name]
     where = f"{entry.name} in {file.path.name} has"
-    if info.shape != entry.shape:
+    if entry.spread is not None and info.shape in ((), (1,)):
+        if info.dtype != np.float32:
+            yield f"{where} dtype {info.dtype}, expected float32"
+    elif info.shape != entry.shape:
         yield f"{where} shape {list(info.shape)}, expected {list(entry.shape)}"
     elif info.dtype == FLOAT8 and entry.scale is not None:
         yield from _scale_problems(entry, weights)
@@ -105,18 +108,6 @@ def _unused_scales(entries: Sequence[TensorEntry], weights: Weights) -> Iterator
     for name, stored in scaled.items():
         if name in weights and FLOAT8 not in stored:
             yield f"{name} is there, but no tensor in {FLOAT8} that it scales"
-
-
-def _refuse_nvfp4(entries: Sequence[TensorEntry], weights: Weights) -> None:
-    for entry in entries:
-        if entry.name + "_scale_2" not in weights:
-            continue
-        file = weights.get(entry.name)
-        if file is not None and file.tensors[entry.name].dtype == _UINT8:
-            raise CheckpointError(
-                f"{entry.name} in {file.path.name} is in NVFP4 (uint8 codes with weight_scale_2), which is "
-                "not supported; supported: BF16 and FP8 checkpoints"
-            )
 
 
 def _constants(model: Any) -> Mapping[str, np.ndarray]:

@@ -13,13 +13,13 @@ import numpy as np
 import tqdm
 from flax import nnx
 
-from hybridjax.checkpoints import float8, ngram_tables
+from hybridjax.checkpoints import float8, ngram_tables, nvfp4, quantization_config
 from hybridjax.checkpoints.bundled import resolve
 from hybridjax.checkpoints.checks import check_tensors, load_constants
 from hybridjax.checkpoints.directory import open_weights
 from hybridjax.checkpoints.generation import FILE as GENERATION_CONFIG
 from hybridjax.checkpoints.generation import generation_config
-from hybridjax.checkpoints.parameters import Parameter, layout_of
+from hybridjax.checkpoints.parameters import Layout, Parameter, layout_of
 from hybridjax.checkpoints.safetensors_file import SafetensorsFile
 from hybridjax.errors import CheckpointError, ConfigError
 from hybridjax.json_files import read_object
@@ -95,7 +95,36 @@ def load_directory(
     ple_offload: str = "device",
 ) -> Any:
     """``load_model`` for a directory and a given registry."""
+    opened = open_directory(directory, architectures, dtype=dtype, ple_offload=ple_offload)
+    _fill(opened.model, opened.layout.parameters, opened.weights, sharding, progress)
+    return opened.model
+
+
+@dataclasses.dataclass(frozen=True)
+class OpenModel:
+    """A model whose parameters have shapes, but no memory yet, and the files that hold them.
+
+    Attributes:
+      model: the nnx module; all but its parameters is complete.
+      layout: which tensors fill which parameter.
+      weights: tensor name -> the file that holds it; headers are checked.
+    """
+
+    model: Any
+    layout: Layout
+    weights: Mapping[str, SafetensorsFile]
+
+
+def open_directory(
+    directory: Path,
+    architectures: Registry[Architecture] = ARCHITECTURES,
+    *,
+    dtype: Any = None,
+    ple_offload: str = "device",
+) -> OpenModel:
+    """All of ``load_model`` but reading parameters; takes and raises the same."""
     architecture, config = read_config(directory, architectures)
+    quantization_config.check(directory, read_object(directory / "config.json"))
     if dtype is not None and dtype != "auto":
         config = _with_dtype(config, _dtype_name(dtype))
     options = ngram_tables.model_options(config, ple_offload)
@@ -103,24 +132,30 @@ def load_directory(
     weights = open_weights(directory)
     shapes = {name: file.tensors[name].shape for name, file in weights.items()}
     try:
-        model = nnx.eval_shape(
-            lambda: architecture.model(config, dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(0), **options)
-        )
+        entries = architecture.model.checkpoint_entries(config, shapes)
+
+        def build() -> Any:
+            model = architecture.model(config, dtype=jnp.dtype(config.dtype), rngs=nnx.Rngs(0), **options)
+            nvfp4.exchange_weights(model, entries, shapes)
+            return model
+
+        model = nnx.eval_shape(build)
         layout = layout_of(model, shapes)
         check_tensors(model, layout, weights)
         load_constants(model, weights)
     except (CheckpointError, ConfigError) as error:
         raise CheckpointError(f"{directory}: {error}") from error
-    _fill(model, layout.parameters, weights, sharding, progress)
     if layout.tables:
         in_ram = ple_offload == "host"
         model.host_tables = tuple(
             ngram_tables.open_table(entries, weights, config.dtype, in_ram=in_ram)
             for entries in layout.tables
         )
+    if nvfp4.weights_in_nvfp4(model):
+        model.stored_shapes, model.nvfp4_layout = shapes, nvfp4.common_layout(shapes)
     if (directory / GENERATION_CONFIG).exists():
         model.generation = generation
-    return model
+    return OpenModel(model, layout, weights)
 
 
 def read_config(directory: Path, architectures: Registry[Architecture]) -> tuple[Architecture, Any]:
@@ -172,7 +207,7 @@ def _fill(
         ThreadPoolExecutor(min(_THREADS, os.cpu_count() or 1)) as pool,
     ):
         for parameter in parameters:
-            host = _assemble(parameter, weights, pool)
+            host = read_parameter(parameter, weights, pool)
             place = sharding(parameter.path, parameter.shape) if callable(sharding) else sharding
             value = jax.device_put(host, place)
             # Transfers are asynchronous and keep their host buffer; at most two may be alive.
@@ -184,10 +219,14 @@ def _fill(
     nnx.update(model, nnx.from_flat_state(loaded.items()))
 
 
-def _assemble(
+def read_parameter(
     parameter: Parameter, weights: Mapping[str, SafetensorsFile], pool: ThreadPoolExecutor
 ) -> np.ndarray:
-    """The parameter in host memory, never a view of the file: device_put may alias what it is given."""
+    """The parameter in host memory, never a view of the file: device_put may alias what it is given.
+
+    Raises:
+      CheckpointError: a value is beyond the range of the parameter's dtype, or a scale cannot be right.
+    """
     out = np.empty(parameter.shape, parameter.value.dtype)
 
     def fill(entry: TensorEntry) -> None:
@@ -210,7 +249,12 @@ def _assemble(
 def _copy(entry: TensorEntry, weights: Mapping[str, SafetensorsFile], target: np.ndarray) -> None:
     """Writes a tensor to ``target`` in that array's dtype, decoded where it is in float8."""
     stored = weights[entry.name].read(entry.name)
-    if stored.dtype != float8.FLOAT8 or entry.scale is None:
+    if entry.spread is not None or target.dtype == float8.FLOAT8:
+        try:
+            _copy_scales(entry, stored, target)
+        except CheckpointError as error:
+            raise CheckpointError(f"{weights[entry.name].path}: tensor {entry.name}: {error}") from error
+    elif stored.dtype != float8.FLOAT8 or entry.scale is None:
         np.copyto(target, stored, casting="unsafe")
     elif entry.scale.block is None:
         float8.decode_table(stored, ngram_tables.read_scale(entry, weights), target)
@@ -220,3 +264,12 @@ def _copy(entry: TensorEntry, weights: Mapping[str, SafetensorsFile], target: np
             float8.decode_blocks(stored, scales.read(entry.scale.name), entry.scale.block, target)
         except CheckpointError as error:
             raise CheckpointError(f"{scales.path}: tensor {entry.scale.name}: {error}") from error
+
+
+def _copy_scales(entry: TensorEntry, stored: np.ndarray, target: np.ndarray) -> None:
+    """Writes scales of an NVFP4 weight; raises CheckpointError if they cannot be right."""
+    if entry.spread is None:
+        nvfp4.check_scales(stored)
+        np.copyto(target, stored)
+    else:
+        target[...] = nvfp4.read_number(stored, entry.inverse)

@@ -7,6 +7,7 @@ from typing import Any
 import jax
 from flax import nnx
 
+from hybridjax.checkpoints import nvfp4
 from hybridjax.checkpoints.ngram_tables import table_paths
 from hybridjax.errors import CheckpointError
 from hybridjax.models.base import Path, TensorEntry, tiles
@@ -56,7 +57,10 @@ def layout_of(model: Any, names: Mapping[str, tuple[int, ...]] | None = None) ->
       CheckpointError: the table does not cover the parameters exactly: a bug in the model class.
     """
     by_path: dict[Path, list[TensorEntry]] = {}
-    for entry in type(model).checkpoint_entries(model.config, names):
+    # A model that was loaded in NVFP4 is saved with its experts, like its table's shards, as they were.
+    known = getattr(model, "stored_shapes", None) if names is None else names
+    entries = type(model).checkpoint_entries(model.config, known)
+    for entry in nvfp4.expand(model, entries, names):
         by_path.setdefault(tuple(entry.path), []).append(entry)
     params, others = nnx.state(model, nnx.Param, ...)
     variables = dict(nnx.to_flat_state(params))

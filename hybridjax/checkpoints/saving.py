@@ -1,5 +1,6 @@
 """Writes a model as a directory that Hugging Face's tools and ``load_model`` read."""
 
+import contextlib
 import dataclasses
 import functools
 import math
@@ -11,9 +12,10 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import jax.numpy as jnp
 import numpy as np
 
-from hybridjax.checkpoints import ngram_tables
+from hybridjax.checkpoints import ngram_tables, nvfp4, quantization_config
 from hybridjax.checkpoints.directory import INDEX, SINGLE
 from hybridjax.checkpoints.generation import FILE as GENERATION_CONFIG
 from hybridjax.checkpoints.generation import GenerationDefaults
@@ -53,7 +55,9 @@ def save_pretrained(
 
     A loaded model keeps what its JSON files said beyond what is read here, except ``auto_map``, which names
     code that would not be in the new directory, and ``quantization_config``: weights that were decoded on
-    loading are written in the model's dtype. N-gram tables on the host are written a few rows at a time.
+    loading are written in the model's dtype. Weights that are in NVFP4 stay so, in the layout that
+    ``model.nvfp4_layout`` names ("modelopt" or "compressed-tensors"; at first that of the files). N-gram
+    tables on the host are written a few rows at a time.
 
     Args:
       model: a module of one of the registered architectures.
@@ -73,15 +77,29 @@ def save_pretrained(
     tokenizer_files = _tokenizer_files(target, tokenizer_dir)
     layout = layout_of(model)
     tensors = _tensors(model, layout)
-    staging = _make_staging(target)
-    try:
-        _write_tensors(staging, tensors, max_shard_bytes)
-        write_object(staging / "config.json", _config_dict(model, layout))
+    with replacing(target) as staging:
+        write_tensors(staging, tensors, max_shard_bytes)
+        quantization, apart = _quantization(model, layout)
+        write_object(staging / "config.json", _config_dict(model, layout, quantization))
+        if apart is not None:
+            write_object(staging / quantization_config.FILE, apart)
         write_object(staging / GENERATION_CONFIG, _generation_dict(model))
         for file in tokenizer_files:
             shutil.copyfile(file, staging / file.name)
         for name, content in extra_files.items():
             (staging / name).write_bytes(content.encode() if isinstance(content, str) else content)
+
+
+@contextlib.contextmanager
+def replacing(target: Path) -> Iterator[Path]:
+    """A new directory to be filled, which then takes the target's place; without, if filling it fails.
+
+    Raises:
+      CheckpointError: the target's parent directory cannot be written.
+    """
+    staging = _make_staging(target)
+    try:
+        yield staging
         for path in (*staging.iterdir(), staging):
             _flush(path)
         _swap(staging, target)
@@ -127,7 +145,7 @@ def _check_replaceable(target: Path, extra_names: Collection[str]) -> None:
     Extra files are taken for a checkpoint's where they are complete and beside a config: one of them
     alone may be anybody's.
     """
-    known = {"config.json", GENERATION_CONFIG, SINGLE, INDEX, *TOKENIZER_FILES}
+    known = {"config.json", GENERATION_CONFIG, quantization_config.FILE, SINGLE, INDEX, *TOKENIZER_FILES}
     for name in extra_names:
         if name in known or _is_shard(name) or not _is_plain(name):
             raise CheckpointError(f"{name!r} cannot be the name of an extra file")
@@ -180,19 +198,33 @@ def _swap(staging: Path, target: Path) -> None:
     shutil.rmtree(old, ignore_errors=True)
 
 
-def _config_dict(model: Any, layout: Layout) -> dict[str, Any]:
+def _config_dict(model: Any, layout: Layout, quantization: dict[str, Any] | None) -> dict[str, Any]:
     out = model.config.to_dict()
-    bytes_of: Counter[str] = Counter()
-    for parameter in layout.parameters:
-        bytes_of[parameter.value.dtype.name] += parameter.value.nbytes
     name = "dtype" if "dtype" in out else "torch_dtype"
-    return _without_quantization(out) | {name: bytes_of.most_common(1)[0][0]}
+    dtypes: Counter[str] = Counter()
+    for parameter in layout.parameters:
+        if jnp.issubdtype(parameter.value.dtype, jnp.floating):
+            dtypes[parameter.value.dtype.name] += parameter.value.nbytes
+    if quantization is None:
+        return without_quantization(out) | {name: dtypes.most_common(1)[0][0]}
+    return without_quantization(out) | {
+        name: jnp.dtype(model.dtype).name,
+        "quantization_config": quantization,
+    }
 
 
-def _without_quantization(config: dict[str, Any]) -> dict[str, Any]:
+def _quantization(model: Any, layout: Layout) -> tuple[dict[str, Any] | None, dict[str, Any] | None]:
+    """The quantization_config of config.json and the content of ``quantization_config.FILE``, if any."""
+    names = {entry.name for parameter in layout.parameters for entry in parameter.entries}
+    if not nvfp4.weights_in_nvfp4(model):
+        return None, None
+    return quantization_config.of_tensors(names, model.nvfp4_layout)
+
+
+def without_quantization(config: dict[str, Any]) -> dict[str, Any]:
     """The fields that hold of decoded weights, here and in nested configurations."""
     return {
-        name: _without_quantization(value) if isinstance(value, dict) else value
+        name: without_quantization(value) if isinstance(value, dict) else value
         for name, value in config.items()
         if name not in ("quantization_config", "compression_config")
     }
@@ -211,8 +243,8 @@ def _generation_dict(model: Any) -> dict[str, Any]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Tensor:
-    """A tensor to be written; ``read`` gives it, whole or as consecutive rows."""
+class StoredTensor:
+    """A tensor to be written to a checkpoint; ``read`` gives it, whole or as consecutive rows."""
 
     dtype: np.dtype
     shape: tuple[int, ...]
@@ -223,24 +255,24 @@ class _Tensor:
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-def _tensors(model: Any, layout: Layout) -> dict[str, _Tensor]:
+def _tensors(model: Any, layout: Layout) -> dict[str, StoredTensor]:
     """Everything to be written, by name."""
     # Constants first: they are what transformers writes first.
     constants: Mapping[str, np.ndarray] = getattr(model, "checkpoint_constants", dict)()
     out = {
-        name: _Tensor(value.dtype, value.shape, functools.partial(np.asarray, value))
+        name: StoredTensor(value.dtype, value.shape, functools.partial(np.asarray, value))
         for name, value in constants.items()
     }
     read = _device_reader()
     for parameter in layout.parameters:
         dtype = np.dtype(parameter.value.dtype)
         for entry in parameter.entries:
-            out[entry.name] = _Tensor(dtype, entry.shape, functools.partial(read, parameter, entry))
+            out[entry.name] = StoredTensor(dtype, entry.shape, functools.partial(read, parameter, entry))
     for entries, table in zip(layout.tables, _host_tables(model, layout)):
         for entry in entries:
             stop = entry.start + entry.shape[0]
             read_rows = functools.partial(ngram_tables.pieces, table, entry.start, stop)
-            out[entry.name] = _Tensor(table.dtype, entry.shape, read_rows)
+            out[entry.name] = StoredTensor(table.dtype, entry.shape, read_rows)
     return out
 
 
@@ -253,7 +285,8 @@ def _host_tables(model: Any, layout: Layout) -> Sequence[HostTable]:
     return tables
 
 
-def _write_tensors(directory: Path, tensors: dict[str, _Tensor], max_shard_bytes: int) -> None:
+def write_tensors(directory: Path, tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> None:
+    """Writes model.safetensors, or shards with an index, tensor by tensor."""
     shards = list(_shards(tensors, max_shard_bytes))
     weight_map: dict[str, str] = {}
     for i, names in enumerate(shards):
@@ -267,7 +300,7 @@ def _write_tensors(directory: Path, tensors: dict[str, _Tensor], max_shard_bytes
         write_object(directory / INDEX, index)
 
 
-def _shards(tensors: dict[str, _Tensor], max_shard_bytes: int) -> Iterator[list[str]]:
+def _shards(tensors: Mapping[str, StoredTensor], max_shard_bytes: int) -> Iterator[list[str]]:
     names: list[str] = []
     size = 0
     for name, tensor in tensors.items():
@@ -287,6 +320,10 @@ def _device_reader() -> Callable[[Parameter, TensorEntry], np.ndarray]:
         if parameter.path not in kept:
             kept.clear()
             kept[parameter.path] = np.asarray(parameter.value)
-        return entry.part_of(kept[parameter.path])
+        held = entry.part_of(kept[parameter.path])
+        if entry.spread is None:
+            return held
+        number = 1 / held[:1] if entry.inverse else held[:1]
+        return number.reshape(entry.shape)
 
     return read

@@ -1,6 +1,7 @@
 """Linear projections and embeddings. A weight is a small module that alone knows how it is stored."""
 
 from collections.abc import Sequence
+from typing import Protocol
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,17 @@ from flax import nnx
 from hybridjax.ops.dispatch import einsum_f32, matmul_precision
 
 Initializer = jax.nn.initializers.Initializer
+
+
+class Weight(Protocol):
+    """What a linear layer multiplies by, however it is stored."""
+
+    axes: tuple[str, str]
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+
+    def matmul(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array: ...
 
 
 class DenseWeight(nnx.Module):
@@ -31,9 +43,14 @@ class DenseWeight(nnx.Module):
         self.value = nnx.Param(init(rngs.params(), shape, dtype))
         self.axes = axes
 
+    def of_shape(self, shape: tuple[int, int]) -> "DenseWeight":
+        """A weight of zeros like this one, but of another shape."""
+        zeros = jax.nn.initializers.zeros
+        return DenseWeight(shape, init=zeros, dtype=self.value[...].dtype, rngs=nnx.Rngs(0), axes=self.axes)
+
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.value[...].shape
+        return self.value.get_value().shape
 
     def matmul(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in] -> [..., out] in ``out_dtype`` (by default that of x)."""
@@ -64,7 +81,8 @@ class Linear(nnx.Module):
     ):
         sizes = (out_features,) if isinstance(out_features, int) else tuple(out_features)
         self.sizes = sizes
-        self.weight = DenseWeight((sum(sizes), in_features), init=init, dtype=dtype, rngs=rngs, axes=axes)
+        shape = (sum(sizes), in_features)
+        self.weight: Weight = DenseWeight(shape, init=init, dtype=dtype, rngs=rngs, axes=axes)
 
     def __call__(self, x: jax.Array, out_dtype: jnp.dtype | None = None) -> jax.Array:
         """x [..., in] -> [..., sum(out_features)]."""

@@ -38,6 +38,8 @@ class TensorEntry:
       index: which item of a stacked parameter (such as an expert) the tensor is part of; rows are then
         those of ``parameter[index]``. None: the parameter is not stacked, or the tensor is all of it.
       scale: what the tensor needs beside it if it is stored in float8; None: it never is.
+      spread: the tensor is one number, [] or [1], that fills this many rows of the parameter.
+      inverse: the tensor holds the reciprocal of what the parameter holds.
     """
 
     name: str
@@ -46,12 +48,19 @@ class TensorEntry:
     start: int = 0
     index: int | None = None
     scale: ScaleEntry | None = None
+    spread: int | None = None
+    inverse: bool = False
+
+    @property
+    def filled(self) -> tuple[int, ...]:
+        """Shape of what the tensor fills."""
+        return self.shape if self.spread is None else (self.spread,)
 
     def part_of(self, value: Any) -> Any:
         """What the tensor fills of the parameter's array: NumPy gives a view."""
         if self.index is not None:
             value = value[self.index]
-        return value if value.shape == self.shape else value[self.start : self.start + self.shape[0]]
+        return value if value.shape == self.filled else value[self.start : self.start + self.filled[0]]
 
     @property
     def order(self) -> tuple[int, int]:
@@ -76,12 +85,12 @@ def tiles(entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> bool:
 
 def _tiles_rows(entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> bool:
     if len(entries) == 1:
-        return entries[0].shape == shape and entries[0].start == 0
+        return entries[0].filled == shape and entries[0].start == 0
     row = 0
     for entry in entries:
-        if entry.start != row or len(entry.shape) != len(shape) or entry.shape[1:] != shape[1:]:
+        if entry.start != row or len(entry.filled) != len(shape) or entry.filled[1:] != shape[1:]:
             return False
-        row += entry.shape[0]
+        row += entry.filled[0]
     return bool(shape) and row == shape[0]
 
 
@@ -94,9 +103,14 @@ class StateSize:
 
 
 class CausalLM(Protocol):
-    """A language model as nnx module. All state is passed in; see hybridjax/batch.py."""
+    """A language model as nnx module. All state is passed in; see hybridjax/batch.py.
+
+    ``layers`` are modules with ``whole(hidden, batch, ngram_rows=None)``: one layer on a WHOLE batch. With
+    ``embed`` before and ``logits`` after them they are the model.
+    """
 
     config: Any
+    layers: Any
 
     def __call__(self, input_ids: jax.Array) -> jax.Array:
         """Teacher-forced logits: int32[B, L] -> float32[B, L, vocab]; differentiable."""
@@ -106,6 +120,10 @@ class CausalLM(Protocol):
         self, batch: Batch, state: State | None, probe: Probe | None = None
     ) -> tuple[jax.Array, State | None]:
         """Hidden states [N, hidden] of every row (before the final norm) and the state after the step."""
+        ...
+
+    def embed(self, batch: Batch) -> jax.Array:
+        """Hidden states [N, hidden] before the first layer."""
         ...
 
     def logits(self, hidden: jax.Array) -> jax.Array:

@@ -54,15 +54,15 @@ def _grouped(x: jax.Array) -> jax.Array:
     return x.reshape(*x.shape[:-1], -1, GROUP)
 
 
-def _constant(value: float) -> jax.Array:
-    """A float32 that XLA cannot see: it would multiply by the reciprocal, which rounds otherwise."""
-    return jax.lax.optimization_barrier(jnp.float32(value))
+def _divided(x: jax.Array, by: jax.Array | float) -> jax.Array:
+    """x / by, rounded once: where XLA sees a broadcast divisor it multiplies by the reciprocal instead."""
+    return x / jax.lax.optimization_barrier(jnp.broadcast_to(jnp.float32(by), x.shape))
 
 
 def global_scale(amax: jax.Array, rule: str = "static_6") -> jax.Array:
     """float32: the scale of a tensor whose largest magnitude is ``amax``; 1 for a tensor of zeros."""
     amax = jnp.asarray(amax, jnp.float32)
-    return jnp.where(amax > 0, amax / _constant(LARGEST_CODE * _largest(rule)), 1.0)
+    return jnp.where(amax > 0, _divided(amax, LARGEST_CODE * _largest(rule)), 1.0)
 
 
 def encode(x: jax.Array, scales: jax.Array, global_scale: jax.Array) -> jax.Array:
@@ -82,7 +82,7 @@ def encode(x: jax.Array, scales: jax.Array, global_scale: jax.Array) -> jax.Arra
 
 def nearest(x: jax.Array, step: jax.Array) -> jax.Array:
     """The codes nearest to x / step, ties to even: float32 that broadcast -> float4_e2m1fn; 0 for step 0."""
-    ratio = jnp.where(step > 0, x / jnp.where(step > 0, step, 1.0), 0.0)
+    ratio = jnp.where(step > 0, _divided(x, jnp.where(step > 0, step, 1.0)), 0.0)
     return jnp.clip(ratio, -LARGEST_CODE, LARGEST_CODE).astype(_E2M1)
 
 
@@ -104,9 +104,9 @@ def block_scales(x: jax.Array, amax: jax.Array, rule: str = "static_6") -> jax.A
       ValueError: the rule is unknown, or K is no multiple of 16.
     """
     _check(rule, x.shape[-1])
-    whole = _constant(LARGEST_CODE * _largest(rule))
+    whole = LARGEST_CODE * _largest(rule)
     largest = jnp.max(jnp.abs(_grouped(x)), axis=-1)
-    exact = largest / _constant(LARGEST_CODE) * jnp.where(amax > 0, whole / amax, 0.0)
+    exact = _divided(largest, LARGEST_CODE) * jnp.where(amax > 0, whole / amax, 0.0)
     six = jnp.minimum(exact, LARGEST_SCALE).astype(_E4M3)
     four = jnp.minimum(exact * 1.5, LARGEST_SCALE).astype(_E4M3)
     if rule == "static_6":
@@ -116,7 +116,8 @@ def block_scales(x: jax.Array, amax: jax.Array, rule: str = "static_6") -> jax.A
 
     def error(scales: jax.Array) -> jax.Array:
         codes = _grouped(encode(x, scales, global_scale(amax, rule)).astype(jnp.float32))
-        difference = codes * scales.astype(jnp.float32)[..., None] * amax[..., None] / whole - _grouped(x)
+        near = _divided(codes * scales.astype(jnp.float32)[..., None] * amax[..., None], whole)
+        difference = near - _grouped(x)
         if rule == "mse":
             return _sum16(difference * difference)
         return _sum16(jnp.abs(difference)) if rule == "mae" else jnp.max(jnp.abs(difference), axis=-1)
@@ -194,7 +195,7 @@ def quantize_activations(x: jax.Array, input_scale: jax.Array) -> tuple[jax.Arra
     _check("static_6", x.shape[-1])
     x = x.astype(jnp.float32)
     amax = jnp.max(jnp.abs(_grouped(x)), axis=-1)
-    scales = jnp.minimum(amax / _constant(LARGEST_CODE) / input_scale, LARGEST_SCALE).astype(_E4M3)
+    scales = jnp.minimum(_divided(_divided(amax, LARGEST_CODE), input_scale), LARGEST_SCALE).astype(_E4M3)
     return encode(x, scales, input_scale), scales
 
 
@@ -211,7 +212,7 @@ def round_stochastically(
       float4_e2m1fn[..., K].
     """
     step = (scales.astype(jnp.float32) * global_scale)[..., None]
-    ratio = jnp.where(step > 0, _grouped(x) / jnp.where(step > 0, step, 1.0), 0.0).reshape(x.shape)
+    ratio = jnp.where(step > 0, _divided(_grouped(x), jnp.where(step > 0, step, 1.0)), 0.0).reshape(x.shape)
     size = jnp.minimum(jnp.abs(ratio), LARGEST_CODE)
     gap = jnp.where(size < 2, 0.5, jnp.where(size < 4, 1.0, 2.0))
     below = jnp.floor(size / gap) * gap
