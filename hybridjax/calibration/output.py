@@ -22,6 +22,7 @@ from hybridjax.checkpoints.saving import (
 )
 from hybridjax.errors import ConfigError
 from hybridjax.json_files import read_object, write_object
+from hybridjax.quantization import NVFP4
 
 _SHARD_BYTES = 5 * 2**30
 _SMALLEST_AMAX = 1e-34  # below, the global scale is no normal float32
@@ -104,7 +105,7 @@ def write(
     for name, file in weights.items():
         if name in replacements:
             for new in replacements[name]:
-                for stored, value in nvfp4.stored_tensors(new, *results[new], form).items():
+                for stored, value in _stored(new, results[new], form).items():
                     tensors[stored] = StoredTensor(value.dtype, value.shape, functools.partial(_same, value))
         elif name not in dropped:
             info = file.tensors[name]
@@ -120,6 +121,11 @@ def write(
         for name in (GENERATION_CONFIG, *TOKENIZER_FILES):
             if (source / name).is_file():
                 shutil.copyfile(source / name, staging / name)
+
+
+def _stored(name: str, result: tuple[NVFP4, float | None], form: str) -> dict[str, np.ndarray]:
+    weight, input_scale = result
+    return nvfp4.stored_tensors(name, weight, input_scale, form)
 
 
 def _same(value: np.ndarray) -> np.ndarray:

@@ -2,7 +2,6 @@
 
 import dataclasses
 import hashlib
-import logging
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import jax
 import numpy as np
 import tqdm
-from flax import nnx
 
 from hybridjax.calibration import output, report
 from hybridjax.calibration.observe import observe
@@ -19,15 +17,13 @@ from hybridjax.calibration.results import WorkDirectory, fingerprint_of_files
 from hybridjax.calibration.rounding import dequantised, round_layer
 from hybridjax.calibration.selection import Plan, make_plan
 from hybridjax.calibration.settings import Settings
-from hybridjax.calibration.streaming import Layer, LayerStream
+from hybridjax.calibration.streaming import LayerStream
 from hybridjax.calibration.text import Sample, batches, cut, evenly, hold_out, read_documents
 from hybridjax.checkpoints import check_target, load_tokenizer, nvfp4, resolve
 from hybridjax.configs.validation import check
 from hybridjax.errors import ConfigError
-from hybridjax.models.base import Path as ParameterPath
 
 _FORMAT = 1  # of work directories
-log = logging.getLogger(__name__)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -146,22 +142,13 @@ class Quantization:
 
     def run(self) -> dict[str, Any]:
         """Quantises, writes the checkpoint and the report, and returns the latter's content."""
-        self.work.create()
         evaluations = self._evaluations()
-        steps = self.stream.count * (1 + len(evaluations))
-        with tqdm.tqdm(total=steps, unit="layer", disable=self._hidden) as bar:
+        found: dict[str, Perplexity] = {}
+        with tqdm.tqdm(
+            total=self.stream.count * (1 + len(evaluations)), unit="layer", disable=self._hidden
+        ) as bar:
             bar.set_description("quantising")
-            self._quantize(bar.update)
-            output.write(
-                self.source,
-                self.target,
-                self.work,
-                self.plan,
-                self.stream.layout,
-                self.stream.weights,
-                self.form,
-            )
-            found: dict[str, Perplexity] = {}
+            content = self.quantize(bar.update)
             for name, (directory, activations) in evaluations.items():
                 bar.set_description(f"evaluating {name}")
                 found[name] = measure(
@@ -171,29 +158,35 @@ class Quantization:
                     activations=activations,
                     step=bar.update,
                 )
-        modules = [
-            module
-            for index in range(self.stream.count)
-            if index in self.work
-            for module in self.work.load(index)[1]
-        ]
-        calibrated = {
-            "samples": len(self.texts.calibration),
-            "tokens": sum(len(sample.ids) for sample in self.texts.calibration),
-        }
-        content = report.build(
-            {
-                "model": str(self.source),
-                "format": self.form,
-                **dataclasses.asdict(self.settings),
-                "calibration": calibrated,
-            },
-            modules,
-            found,
-        )
+        content = content | {"perplexity": report.perplexities(found)}
         report.write(content, self.report_file)
         self.work.remove()
         return content
+
+    def quantize(self, step: Callable[[], object] = lambda: None) -> dict[str, Any]:
+        """Quantises and writes the checkpoint alone; returns the report without perplexities.
+
+        The work directory stays, so that a repeated run has nothing to do but what comes after.
+        """
+        self.work.create()
+        self._quantize(step)
+        output.write(
+            self.source,
+            self.target,
+            self.work,
+            self.plan,
+            self.stream.layout,
+            self.stream.weights,
+            self.form,
+        )
+        done = [index for index, layer in enumerate(self.plan.layers) if layer.entries]
+        modules = [module for index in done for module in self.work.load(index)[1]]
+        calibration = {
+            "samples": len(self.texts.calibration),
+            "tokens": sum(len(sample.ids) for sample in self.texts.calibration),
+        }
+        settings = {"model": str(self.source), "format": self.form, **dataclasses.asdict(self.settings)}
+        return report.build(settings | {"calibration": calibration}, modules)
 
     def _evaluations(self) -> dict[str, tuple[Path, str]]:
         """What is evaluated: the directory, and what its weights do with activations."""
@@ -215,7 +208,7 @@ class Quantization:
                 layer = self.stream.layer(index)
                 rows = [self.stream.ngram_rows(index, tokens) for tokens in work]
                 if plan.entries:
-                    parameters = _parameters(layer)
+                    parameters = layer.parameters()
                     if not finished:
                         inputs = [
                             (h, tokens.whole(), r) for h, tokens, r in zip(hidden, work, rows, strict=True)
@@ -223,7 +216,7 @@ class Quantization:
                         seen = observe(layer, plan, inputs) if work else None
                         self.work.save(index, *round_layer(parameters, plan, seen, self.settings))
                     weights, _ = self.work.load(index)
-                    _update(layer, dequantised(parameters, plan, weights))
+                    layer.update(dequantised(parameters, plan, weights))
                 for i, tokens in enumerate(work):
                     hidden[i] = layer(hidden[i], tokens.whole(), rows[i])
             step()
@@ -231,14 +224,3 @@ class Quantization:
     def _all_done(self, index: int, last: int) -> bool:
         later = (i for i in range(index, last + 1) if self.plan.layers[i].entries)
         return all(i in self.work for i in later)
-
-
-def _parameters(layer: Layer) -> dict[ParameterPath, jax.Array]:
-    return {path: variable.get_value() for path, variable in nnx.to_flat_state(layer.state)}
-
-
-def _update(layer: Layer, values: dict[ParameterPath, jax.Array]) -> None:
-    flat = dict(nnx.to_flat_state(layer.state))
-    for path, value in values.items():
-        flat[path] = flat[path].replace(value)
-    layer.state = nnx.from_flat_state(flat.items())

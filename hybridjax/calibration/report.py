@@ -92,24 +92,27 @@ def _relative(lost: float | None, whole: float | None) -> float | None:
     return (max(lost, 0.0) / whole) ** 0.5 if whole > 0 else 0.0
 
 
-def build(
-    settings: Mapping[str, Any], modules: Sequence[Module], perplexities: Mapping[str, Perplexity]
-) -> dict[str, Any]:
-    """The content of the report."""
+def build(settings: Mapping[str, Any], modules: Sequence[Module]) -> dict[str, Any]:
+    """The content of the report, before perplexities are known."""
     blocks = sum(module.losses.blocks for module in modules)
     return {
         "settings": dict(settings),
         "share_of_fours": sum(module.losses.fours for module in modules) / blocks,
-        "perplexity": {
-            name: {
-                "tokens": found.tokens,
-                "bytes": found.bytes,
-                "perplexity": found.perplexity,
-                "bits_per_byte": found.bits_per_byte,
-            }
-            for name, found in perplexities.items()
-        },
+        "perplexity": {},
         "modules": [module.row() for module in modules],
+    }
+
+
+def perplexities(found: Mapping[str, Perplexity]) -> dict[str, Any]:
+    """What the evaluations have found, for the report."""
+    return {
+        name: {
+            "tokens": one.tokens,
+            "bytes": one.bytes,
+            "perplexity": one.perplexity,
+            "bits_per_byte": one.bits_per_byte,
+        }
+        for name, one in found.items()
     }
 
 

@@ -170,8 +170,8 @@ def _layer_plan(candidates: Sequence[tuple[bool, Path, TensorEntry]], patterns: 
     )
 
 
-def module_at(module: Any, path: Path) -> nnx.Module:
-    """The module at a path below another."""
+def module_at(module: Any, path: Path) -> nnx.Module | None:
+    """The module at a path below another; None: there is none, as where a table is not part of the model."""
     for key in path:
-        module = module[key] if isinstance(key, int) else getattr(module, key)
+        module = module[key] if isinstance(key, int) else getattr(module, key, None)
     return module

@@ -1,6 +1,7 @@
 """A model in a directory, run layer by layer: one layer's parameters are in device memory at a time."""
 
 import functools
+from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from hybridjax.batch import Batch
 from hybridjax.calibration.text import TokenBatch
 from hybridjax.checkpoints.loading import open_directory, read_parameter
 from hybridjax.checkpoints.parameters import Parameter
+from hybridjax.models.base import Path as ParameterPath
 
 _READERS = 4
 # Parameters that belong neither before nor behind the layers.
@@ -34,6 +36,18 @@ class Layer:
     def __call__(self, hidden: np.ndarray, batch: Batch, ngram_rows: np.ndarray | None) -> np.ndarray:
         """Hidden states [N, D] after the layer, in host memory."""
         return np.asarray(_run(self.graph, self.state, hidden, batch, ngram_rows))
+
+    def parameters(self) -> dict[ParameterPath, jax.Array]:
+        """Its parameters by path."""
+        flat: Any = nnx.to_flat_state(self.state)
+        return {path: variable.get_value() for path, variable in flat}
+
+    def update(self, values: Mapping[ParameterPath, jax.Array]) -> None:
+        """Replaces parameters."""
+        flat = dict(nnx.to_flat_state(self.state))
+        for path, value in values.items():
+            flat[path] = flat[path].replace(value)
+        self.state = nnx.from_flat_state(flat.items())
 
 
 @functools.partial(jax.jit, static_argnums=0)
