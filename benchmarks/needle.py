@@ -27,7 +27,7 @@ from hybridjax.configs import EngineConfig
 from hybridjax.serving import Engine, RequestOutput, SamplingParams
 from hybridjax.text import load_tokenizer
 from hybridjax.training.data import PreparedData, load_prepared
-from hybridjax.training.experiments import DataConfig
+from hybridjax.training.config import DataConfig
 
 DEPTHS = (0.0, 0.5, 0.9)
 QUESTIONS = {  # what asks, the answer, what ends it in its place
@@ -96,7 +96,7 @@ class Scorer:
         """The score of the last ``count`` tokens."""
         params = SamplingParams(max_tokens=1, temperature=0, ignore_eos=True, prompt_logprobs=1)
         events: queue.SimpleQueue[RequestOutput] = queue.SimpleQueue()
-        self._engine.submit(text, params, events.put)
+        self._engine.submit(text.tolist(), params, events.put)
         scores = None
         while True:
             event = events.get(timeout=600)
@@ -168,7 +168,7 @@ def shown(row: dict) -> str:
     )
     error = "" if row["gain_error"] is None else f" +- {row['gain_error']:.2f}"
     return (
-        f"{row['length']:5d} tokens, {row['question']:5s} at {row['depth']:3.0%}, {row['tokens']:3d}: {texts}; "
+        f"{row['length']:5d}, {row['question']:5s} at {row['depth']:3.0%}, {row['tokens']:3d}: {texts}; "
         f"found {row['gain']:+.2f}{error} nats a token"
     )
 

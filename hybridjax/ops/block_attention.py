@@ -9,6 +9,8 @@ from hybridjax.batch import TILE
 from hybridjax.ops.dispatch import Op, einsum_f32, tiles_at_once
 
 _SEGMENT = 32  # pages per step of the online softmax
+_GATHERED_COST = 8  # of a listed token on a CPU, in those of a token under the mask
+_GATHERED_BYTES = 2**25  # of keys and values gathered at once
 
 
 def _block_attention(
@@ -109,8 +111,69 @@ def _block_attention_tiled(
     return out.reshape(q.shape)
 
 
-def _attend_tile(keys, values, segment, block, scale, tile):
-    """Online-softmax attention of one tile: q [64, Hq, D], table [P'], ids [64, G or 1, M]."""
+def _block_attention_listed(
+    q, keys, values, page_table, row_sequence, positions, block_ids, *, scale, block_size=None, tiled=True
+):
+    """For a CPU: as xla_tiled in the front of a long context, beyond it the listed blocks alone.
+
+    Masking takes time in proportion to the context, gathering in proportion to the list. Which of them a
+    tile gets depends on its position and the list's width only, so a longer page table changes no float.
+    """
+    tiles, page = q.shape[0] // TILE, keys.shape[2]
+    block, _ = _block_size(keys, block_size)
+    front = -(-_GATHERED_COST * block_ids.shape[2] * block // (_SEGMENT * page)) * _SEGMENT
+    if page_table.shape[1] <= front:
+        where = page_table, row_sequence, positions, block_ids
+        return _block_attention_tiled(q, keys, values, *where, scale=scale, block_size=block_size)
+
+    masked = functools.partial(_attend_tile, keys, values, _SEGMENT, block, scale, causal=True)
+    gathered = functools.partial(_attend_listed, keys, values, block, scale)
+
+    @jax.checkpoint
+    def one(tile):
+        q, table, positions, ids = tile
+        return jax.lax.cond(
+            jnp.max(positions) < front * page,
+            lambda: masked((q, table[:front], positions, ids)),
+            lambda: gathered(tile),
+        )
+
+    # A map without batches: in a batch, both sides of the condition would be computed.
+    out = jax.lax.map(
+        one,
+        (
+            q.reshape(tiles, TILE, *q.shape[1:]),
+            page_table[row_sequence[::TILE]],
+            positions.reshape(tiles, TILE),
+            block_ids.reshape(tiles, TILE, *block_ids.shape[1:]),
+        ),
+    )
+    return out.reshape(q.shape)
+
+
+def _attend_listed(keys, values, block, scale, tile):
+    """The definition on one tile, as many rows at a time as the cache holds."""
+    q, table, positions, ids = tile
+    per_row = 2 * keys.shape[1] * ids.shape[2] * block * keys.shape[3] * 4
+    size = TILE
+    while size > 1 and size * per_row > _GATHERED_BYTES:
+        size //= 2
+
+    def attend(rows):
+        q, positions, ids = rows
+        sequence = jnp.zeros((size,), jnp.int32)
+        where = table[None], sequence, positions, ids
+        return _block_attention(q, keys, values, *where, scale=scale, block_size=block)
+
+    out = jax.lax.map(attend, [x.reshape(TILE // size, size, *x.shape[1:]) for x in (q, positions, ids)])
+    return out.reshape(q.shape)
+
+
+def _attend_tile(keys, values, segment, block, scale, tile, causal=False):
+    """Online-softmax attention of one tile: q [64, Hq, D], table [P'], ids [64, G or 1, M].
+
+    causal: skip segments beyond the tile, which would change nothing; not for batches of tiles.
+    """
     q, table, positions, ids = tile
     _, groups, page, width = keys.shape
     lists, per_page = ids.shape[1], page // block
@@ -155,7 +218,13 @@ def _attend_tile(keys, values, segment, block, scale, tile):
         jnp.moveaxis(listed.reshape(TILE, lists, steps, segment * per_page), 2, 0),
         jnp.arange(steps, dtype=jnp.int32) * (segment * per_page),
     )
-    (_, total, out), _ = jax.lax.scan(step, start, items)
+    last = jnp.max(positions)
+
+    def step_or_skip(carry, item):
+        skip = item[2] * block > last
+        return jax.lax.cond(skip, lambda: carry, lambda: step(carry, item)[0]), None
+
+    (_, total, out), _ = jax.lax.scan(step_or_skip if causal else step, start, items)
     out = out / jnp.where(total > 0, total, 1.0)
     out = jnp.moveaxis(out.reshape(groups, TILE, per_group, width), 1, 0)
     return out.reshape(TILE, -1, width).astype(q.dtype)
@@ -165,4 +234,10 @@ _LOWEST = -1e30  # finite, so that differences of masked scores stay finite
 
 
 block_attention = Op("block_attention", _block_attention)
+block_attention.register(
+    "xla_listed",
+    _block_attention_listed,
+    platforms=("cpu",),
+    supports=lambda *_, tiled=False, **__: tiled,
+)
 block_attention.register("xla_tiled", _block_attention_tiled, supports=lambda *_, tiled=False, **__: tiled)

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 from hybridjax.batch import TILE
 from hybridjax.ops.dispatch import Op, einsum_f32, platform, tiles_at_once
 
+_SEGMENT = 128  # pages whose blocks are scored together on a CPU
+
 
 def index_scores(q: jax.Array, keys: jax.Array) -> jax.Array:
     """Scores of all blocks of one sequence: q [R, Hi, Di], keys [blocks, Di] -> float32[R, blocks], >= 0.
@@ -57,21 +59,30 @@ def choose_by_threshold(scores: jax.Array, positions: jax.Array, *, block_size: 
     index = jnp.arange(blocks, dtype=jnp.int32)
     visible = index < complete[:, None]
     bits = jnp.where(visible, jax.lax.bitcast_convert_type(scores, jnp.int32), -1)
+    chosen = _largest(bits, top_k) | (tail[:, None] & (index == complete[:, None]))
+    return _ids(chosen, min(blocks, top_k + 1))
+
+
+def _largest(bits: jax.Array, count: int) -> jax.Array:
+    """bool[R, n]: the ``count`` largest of each row of int32[R, n] that are >= 0; ties go to the front."""
 
     def settle(i, threshold):
-        """Sets the next bit of the threshold if top_k scores stay at or above it."""
+        """Sets the next bit of the threshold if ``count`` stay at or above it."""
         candidate = threshold | (1 << (30 - i))
-        enough = jnp.sum(bits >= candidate, axis=-1, keepdims=True, dtype=jnp.int32) >= top_k
+        enough = jnp.sum(bits >= candidate, axis=-1, keepdims=True, dtype=jnp.int32) >= count
         return jnp.where(enough, candidate, threshold)
 
-    threshold = jax.lax.fori_loop(0, 31, settle, jnp.zeros((rows, 1), jnp.int32))
+    threshold = jax.lax.fori_loop(0, 31, settle, jnp.zeros((bits.shape[0], 1), jnp.int32))
     above, equal = bits > threshold, bits == threshold
-    room = top_k - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
-    chosen = above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))
-    chosen = chosen | (tail[:, None] & (index == complete[:, None]))
+    room = count - jnp.sum(above, axis=-1, keepdims=True, dtype=jnp.int32)
+    return above | (equal & (jnp.cumsum(equal, axis=-1, dtype=jnp.int32) <= room))
+
+
+def _ids(chosen: jax.Array, width: int) -> jax.Array:
+    """The true places of bool[R, n], at most ``width`` each: int32[R, width], ascending, -1 padded."""
     count = jnp.cumsum(chosen, axis=-1, dtype=jnp.int32)
-    # Entry j is the first block by which j + 1 are chosen.
-    entry = jnp.arange(1, min(blocks, top_k + 1) + 1, dtype=jnp.int32)
+    # Entry j is the first place by which j + 1 are chosen.
+    entry = jnp.arange(1, width + 1, dtype=jnp.int32)
     ids = jax.vmap(functools.partial(jnp.searchsorted, method="scan"), (0, None))(count, entry)
     return jnp.where(entry <= count[:, -1:], ids.astype(jnp.int32), -1)
 
@@ -155,6 +166,77 @@ def _select_index_blocks_mapped(
     return ids.reshape(tiles * size, 1, -1)
 
 
+def _select_index_blocks_causal(
+    q: jax.Array,
+    index_keys: jax.Array,
+    page_table: jax.Array,
+    row_sequence: jax.Array,
+    positions: jax.Array,
+    *,
+    block_size: int,
+    top_k: int,
+    tiled: bool = False,
+) -> jax.Array:
+    """For a CPU: as xla_threshold, but pages behind a tile are skipped, and pages are chosen before blocks.
+
+    The best top_k blocks lie in the top_k pages with the best blocks (ties to the front in both), so all
+    other pages need no more than their largest score. Exact whatever the scores.
+    """
+    tiles, pages, per_page = q.shape[0] // TILE, page_table.shape[1], index_keys.shape[1]
+    if not selects(index_keys, page_table, top_k):
+        return _all_blocks(index_keys, page_table, positions, block_size)
+    segment = min(_SEGMENT, pages)
+    width = min(pages * per_page, top_k + 1)
+
+    def one(tile):
+        q, table, positions = tile
+        complete, tail = _visible(positions, block_size)
+        last = jnp.max(complete)
+
+        def step(_, item):
+            pages, first = item
+
+            def score():
+                index = first * per_page + jnp.arange(segment * per_page)
+                # Heads join the rows, so that scores are one plain matrix.
+                dots = einsum_f32("md,bd->mb", q.reshape(-1, q.shape[-1]), _flat(index_keys[pages]))
+                dots = dots.reshape(TILE, -1, segment * per_page)
+                scores = jnp.sum(jnp.where(dots > 0, dots, 0.0), axis=1)
+                bits = jax.lax.bitcast_convert_type(scores, jnp.int32)
+                bits = jnp.where(index < complete[:, None], bits, -1).reshape(TILE, segment, per_page)
+                return bits, jnp.max(bits, axis=-1)
+
+            nothing = (
+                jnp.full((TILE, segment, per_page), -1, jnp.int32),
+                jnp.full((TILE, segment), -1, jnp.int32),
+            )
+            return None, jax.lax.cond(first * per_page < last, score, lambda: nothing)
+
+        first = jnp.arange(0, table.shape[0], segment, dtype=jnp.int32)
+        _, (bits, best) = jax.lax.scan(step, None, (table.reshape(-1, segment), first))
+        best = jnp.moveaxis(best, 0, 1).reshape(TILE, -1)
+        page = _ids(_largest(best, top_k), min(table.shape[0], top_k))
+        bits = bits[page // segment, jnp.arange(TILE)[:, None], page % segment]
+        bits = jnp.where(page[..., None] >= 0, bits, -1).reshape(TILE, -1)
+        place = _ids(_largest(bits, top_k), width)
+        ids = jnp.take_along_axis(page, jnp.maximum(place, 0) // per_page, axis=1) * per_page
+        ids = jnp.where(place >= 0, ids + place % per_page, -1)
+        # The tail is later than all complete blocks.
+        end = jnp.sum(ids >= 0, axis=-1, keepdims=True)
+        return jnp.where(tail[:, None] & (jnp.arange(width) == end), complete[:, None], ids)
+
+    # A map without batches: in a batch, segments could not be skipped.
+    ids = jax.lax.map(
+        one,
+        (
+            q.reshape(tiles, TILE, *q.shape[1:]),
+            jnp.pad(page_table, ((0, 0), (0, -pages % segment)))[row_sequence[::TILE]],
+            positions.reshape(tiles, TILE),
+        ),
+    )
+    return ids.reshape(tiles * TILE, 1, width)
+
+
 def _flat(keys: jax.Array) -> jax.Array:
     """[P, per page, Di] -> [blocks, Di]."""
     return keys.reshape(-1, keys.shape[-1])
@@ -218,6 +300,12 @@ def _searching_pays(*_, tiled=False, **__) -> bool:
     return tiled or platform() != "gpu"
 
 
+select_index_blocks.register(
+    "xla_causal",
+    _select_index_blocks_causal,
+    platforms=("cpu",),
+    supports=lambda *_, tiled=False, **__: tiled,
+)
 select_index_blocks.register(
     "xla_threshold",
     functools.partial(_select_index_blocks_mapped, choose_by_threshold),

@@ -15,6 +15,7 @@ from hybridjax.configs.minicpm_sala import SparseConfig
 from hybridjax.ops.dispatch import Op, einsum_f32, tiles_at_once
 
 PER_BLOCK = 4  # compressed keys per block
+_SEGMENT = 128  # blocks whose scores are computed together on a CPU
 
 
 def compress_block(previous: jax.Array, current: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -215,6 +216,93 @@ def _select_blocks_tiled(
     return ids.reshape(tiles * TILE, *ids.shape[2:])
 
 
+def _select_blocks_causal(
+    q, compressed, coarse, page_table, row_sequence, positions, config, *, scale, tiled=True
+):
+    """For a CPU: as xla_tiled, but what a tile cannot see is skipped and the rest is walked in segments.
+
+    Time follows the position instead of the page table, and scores stay in the cache. The normaliser is
+    summed segment by segment, so from one segment on a longer page table changes no float.
+    """
+    if not selects(page_table, config):
+        return _select_blocks(q, compressed, coarse, page_table, row_sequence, positions, config, scale=scale)
+    tiles, blocks = q.shape[0] // TILE, page_table.shape[1]
+    segment = min(_SEGMENT, blocks)
+    score = functools.partial(_tile_scores, compressed, coarse, segment, config.block_size, scale)
+
+    def one(tile):
+        q, table, positions = tile
+        return choose_blocks(score(q, table, positions)[..., :blocks], positions, config)
+
+    # A map without batches: in a batch, segments could not be skipped.
+    ids = jax.lax.map(
+        one,
+        (
+            q.reshape(tiles, TILE, *q.shape[1:]),
+            jnp.pad(page_table, ((0, 0), (0, -blocks % segment)))[row_sequence[::TILE]],
+            positions.reshape(tiles, TILE),
+        ),
+    )
+    return ids.reshape(tiles * TILE, *ids.shape[2:])
+
+
+def _tile_scores(compressed, coarse, segment, block_size, scale, q, table, positions):
+    """block_scores of one tile: q [64, Hq, D], table [P] of whole segments, positions int32[64]."""
+    _, heads, width = q.shape
+    groups, stride = coarse.shape[1], block_size // PER_BLOCK
+    # Query heads of a group join the rows, so that scores are one plain matrix per group.
+    q = jnp.moveaxis(q.reshape(TILE, groups, -1, width), 0, 1).reshape(groups, -1, width)
+    last = jnp.max(positions)
+
+    def walk(step, skipped, carry):
+        """Scan of step(carry, pages, index of the first block) -> (carry, y) over the visible segments."""
+
+        def one(carry, item):
+            pages, first = item
+            visible = first * block_size <= last
+            return jax.lax.cond(visible, lambda: step(carry, pages, first), lambda: (carry, skipped))
+
+        first = jnp.arange(0, table.shape[0], segment, dtype=jnp.int32)
+        return jax.lax.scan(one, carry, (table.reshape(-1, segment), first))
+
+    def per_row(seen):
+        """bool[64, keys] -> bool[1, 64 * heads per group, keys]"""
+        return jnp.repeat(seen, heads // groups, axis=0)[None]
+
+    def normalise(carry, pages, first):
+        top, total = carry
+        index = first + jnp.arange(segment)
+        seen = (((index + 1) * block_size - 1) <= positions[:, None]) & (index > 0)
+        rough = einsum_f32("gmd,gbd->gmb", q, jnp.moveaxis(coarse[pages], 1, 0))
+        rough = jnp.where(per_row(seen), scale * rough, -jnp.inf)
+        new_top = jnp.maximum(top, jnp.max(rough, axis=-1, keepdims=True))
+        base = jnp.where(jnp.isfinite(new_top), new_top, 0.0)
+        shrink = jnp.exp(top - base)
+        return (new_top, total * shrink + jnp.sum(jnp.exp(rough - base), axis=-1, keepdims=True)), None
+
+    start = jnp.full((*q.shape[:2], 1), -jnp.inf, jnp.float32), jnp.zeros((*q.shape[:2], 1), jnp.float32)
+    (top, total), _ = walk(normalise, None, start)
+    top = jnp.where(jnp.isfinite(top), top, 0.0)
+    total = jnp.where(total > 0, total, jnp.inf)
+
+    def pool(carry, pages, first):
+        entry = first * PER_BLOCK + jnp.arange(segment * PER_BLOCK)
+        seen = (((entry + 1) * stride - 1) <= positions[:, None]) & (entry > 0)
+        fine = jnp.moveaxis(compressed[pages], 1, 0).reshape(groups, -1, width)
+        share = jnp.exp(scale * einsum_f32("gmd,ged->gme", q, fine) - top) / total
+        share = jnp.where(per_row(seen), share, 0.0).reshape(groups, TILE, -1, segment * PER_BLOCK)
+        summed = jnp.sum(share, axis=2).astype(q.dtype).astype(jnp.float32)
+        summed = jnp.where(seen, summed, -jnp.inf).reshape(groups, TILE, segment, PER_BLOCK)
+        return carry, (jnp.max(summed, axis=-1), summed[..., 0])
+
+    nothing = jnp.full((groups, TILE, segment), -jnp.inf, jnp.float32)
+    _, found = walk(pool, (nothing, nothing), None)
+    # [segments, G, 64, segment] -> [64, G, P]
+    own, first = (jnp.moveaxis(x, 0, 2).reshape(groups, TILE, -1).swapaxes(0, 1) for x in found)
+    after = jnp.pad(first[..., 1:], ((0, 0), (0, 0), (0, 1)), constant_values=-jnp.inf)
+    return jnp.maximum(own, after)
+
+
 def selects(page_table: jax.Array, config: SparseConfig) -> bool:
     """Whether any query that fits this page table can have blocks left out."""
     blocks = page_table.shape[1]
@@ -223,4 +311,10 @@ def selects(page_table: jax.Array, config: SparseConfig) -> bool:
 
 update_compressed = Op("update_compressed", _update_compressed)
 select_blocks = Op("select_blocks", _select_blocks)
+select_blocks.register(
+    "xla_causal",
+    _select_blocks_causal,
+    platforms=("cpu",),
+    supports=lambda *_, tiled=False, **__: tiled,
+)
 select_blocks.register("xla_tiled", _select_blocks_tiled, supports=lambda *_, tiled=False, **__: tiled)

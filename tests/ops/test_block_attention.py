@@ -1,5 +1,7 @@
 """Attention over lists of blocks smaller than a page, against float64 over the listed tokens."""
 
+import importlib
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -8,9 +10,10 @@ import pytest
 from hybridjax.batch import TILE
 from hybridjax.ops import block_attention
 
+block_attention_module = importlib.import_module("hybridjax.ops.block_attention")
 GROUPS, PER_GROUP, WIDTH, PAGE = 2, 3, 8, 64
 SCALE = WIDTH**-0.5
-IMPLEMENTATIONS = ["reference", "xla_tiled"]
+IMPLEMENTATIONS = ["reference", "xla_tiled", "xla_listed"]
 
 
 class Case:
@@ -90,6 +93,59 @@ def test_a_page_listed_whole_equals_its_blocks_listed_one_by_one(implementation)
     out = fine.attend(implementation, block_size=4)
     np.testing.assert_array_equal(out, pages.attend(implementation))
     np.testing.assert_array_equal(out, pages.attend(implementation, block_size=None))
+
+
+def short_lists(first, columns=40):
+    """Four tiles from the given one on, of 2560 tokens in 40 pages; up to 12 blocks of 4 are listed."""
+    case = Case(4, 1, lengths=(2560,))
+    rows, rng = slice(first * TILE, (first + 4) * TILE), np.random.default_rng(first)
+    ids = np.full((4 * TILE, 1, 12), -1, np.int32)
+    for i, p in enumerate(range(2560)[rows]):
+        mine = np.sort(rng.choice(p // 4 + 1, rng.integers(0, 13), replace=False))
+        ids[i, 0, : len(mine)] = mine
+    case.q, case.sequence, case.positions, case.ids = (
+        case.q[rows],
+        case.sequence[rows],
+        case.positions[rows],
+        ids,
+    )
+    table = jnp.pad(case.where[0][:, :40], ((0, 0), (0, columns - 40)))
+    case.where = [table, *(jnp.asarray(x, jnp.int32) for x in (case.sequence, case.positions, ids))]
+    return case
+
+
+def test_the_listed_form_masks_in_front_and_gathers_behind():
+    """Of tiles 30 to 33, two lie in the first 32 pages, which are masked."""
+    case = short_lists(30)
+    out, tiled = case.attend("xla_listed"), case.attend("xla_tiled")
+    for row in range(0, 4 * TILE, 7):
+        np.testing.assert_allclose(out[row], case.want(row), rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(out[: 2 * TILE], tiled[: 2 * TILE])
+    np.testing.assert_array_equal(out[2 * TILE :], case.attend("reference")[2 * TILE :])
+    np.testing.assert_array_equal(out, short_lists(30, columns=100).attend("xla_listed"))
+
+
+def test_the_listed_form_in_small_pieces_changes_little(monkeypatch):
+    case = short_lists(34)
+    whole = case.attend("xla_listed")
+    monkeypatch.setattr(block_attention_module, "_GATHERED_BYTES", 2**16)
+    np.testing.assert_allclose(case.attend("xla_listed"), whole, rtol=1e-5, atol=1e-6)
+
+
+def test_gradients_of_the_listed_form_equal_those_of_the_definition():
+    case = short_lists(30)
+    kept = [jnp.nan_to_num(x) for x in (case.keys, case.values)]
+
+    def gradient(implementation):
+        def loss(q, keys, values):
+            case.keys, case.values = keys, values
+            return jnp.sum(jnp.sin(case.attend(implementation, q)))
+
+        return jax.jit(jax.grad(loss, argnums=(0, 1, 2)))(jnp.asarray(case.q), *kept)
+
+    for got, want in zip(gradient("xla_listed"), gradient("reference"), strict=True):
+        assert jnp.abs(want).max() > 0.01
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
 def test_small_blocks_over_several_segments_of_the_context():

@@ -15,7 +15,7 @@ choose_by_sorting, choose_by_threshold = (
     for choose in (index_selection.choose_by_sorting, index_selection.choose_by_threshold)
 )
 HEADS, WIDTH, PAGE = 3, 6, 64
-IMPLEMENTATIONS = ["reference", "xla_tiled", "xla_threshold"]
+IMPLEMENTATIONS = ["reference", "xla_tiled", "xla_threshold", "xla_causal"]
 
 
 def oracle(q, keys, position, ratio, top_k):
@@ -90,6 +90,25 @@ def test_tiles_of_several_sequences_equal_the_definition(ratio):
         for i, (s, p) in enumerate(zip(sequence, positions, strict=True)):
             want = oracle(q[i], indexed.keys[s], p, ratio, 6) if p >= 0 else []
             assert listed(got[i, 0]) == want
+
+
+@settings(max_examples=12)
+@given(seed=st.integers(0, 10**6), span=st.sampled_from([0, 1, 3]), ratio=st.sampled_from([4, 8]))
+def test_pages_chosen_before_blocks_lose_none(seed, span, ratio):
+    """40 pages in ten segments, 6 blocks: scores are all zero, mostly equal, or various."""
+    rng = np.random.default_rng(seed)
+    tile = int(rng.integers(2, 40))
+    length = tile * TILE + int(rng.integers(1, TILE + 1))
+    indexed = Indexed([length], ratio, seed, columns=40)
+    indexed.pool = jnp.where(jnp.isnan(indexed.pool), jnp.nan, jnp.clip(indexed.pool, -span, span))
+    q = jnp.clip(queries(TILE, seed), -span, span)
+    positions = [p if p < length else -1 for p in range(tile * TILE, tile * TILE + TILE)]
+    options = {"block_size": ratio, "top_k": 6, "tiled": True}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(index_selection, "_SEGMENT", 4)
+        got = indexed.select(q, [0] * TILE, positions, implementation="xla_causal", **options)
+    want = indexed.select(q, [0] * TILE, positions, implementation="xla_tiled", **options)
+    np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

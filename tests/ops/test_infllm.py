@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from hybridjax.batch import TILE
 from hybridjax.configs import SparseConfig
-from hybridjax.ops import block_attention, select_blocks, update_compressed
+from hybridjax.ops import block_attention, infllm, select_blocks, update_compressed
 from hybridjax.ops.infllm import choose_blocks, compress_block
 
 GROUPS, PER_GROUP, WIDTH = 2, 3, 8
@@ -167,15 +167,44 @@ def tiled_rows(lengths):
     return jnp.asarray(sequence, jnp.int32), jnp.asarray(positions, jnp.int32), rows
 
 
-def test_tiled_selection_equals_the_row_by_row_definition():
+@pytest.mark.parametrize("segment", [None, 4])
+@pytest.mark.parametrize("implementation", ["xla_tiled", "xla_causal"])
+def test_tiled_selection_equals_the_row_by_row_definition(implementation, segment, monkeypatch):
+    """With segments of 4 blocks there are three, the last one not full, the last two behind some tiles."""
+    if segment:
+        monkeypatch.setattr(infllm, "_SEGMENT", segment)
     lengths = [700, 130, 64]
     cached = Cached(lengths)
     sequence, positions, _ = tiled_rows(lengths)
     q = queries(len(positions))
     arguments = (q, cached.compressed, cached.coarse, cached.table, sequence, positions, CONFIG)
     want = select_blocks(*arguments, scale=SCALE, tiled=True, implementation="reference")
-    got = select_blocks(*arguments, scale=SCALE, tiled=True, implementation="xla_tiled")
+    got = select_blocks(*arguments, scale=SCALE, tiled=True, implementation=implementation)
     np.testing.assert_array_equal(got, want)
+
+
+def test_scores_by_segments_do_not_depend_on_the_page_table(monkeypatch):
+    monkeypatch.setattr(infllm, "_SEGMENT", 4)
+    length = 64 * 9
+    cached, wide = Cached([length]), Cached([length], columns=24)
+    positions, q = jnp.arange(length - TILE, length, dtype=jnp.int32), queries(TILE)
+
+    def scores(c, columns):
+        table = jnp.pad(c.table[0], (0, columns - c.table.shape[1]))
+        return infllm._tile_scores(c.compressed, c.coarse, 4, 64, SCALE, q, table, positions)
+
+    got = scores(cached, 12)
+    whole = infllm.block_scores(
+        q,
+        cached.compressed[cached.table[0]],
+        cached.coarse[cached.table[0]],
+        positions,
+        block_size=64,
+        scale=SCALE,
+    )
+    np.testing.assert_allclose(got[..., :9], whole, rtol=1e-5)
+    np.testing.assert_array_equal(got, scores(wide, 24)[..., :12])
+    assert np.isneginf(scores(wide, 24)[..., 9:]).all()
 
 
 @pytest.mark.parametrize("implementation", ["reference", "xla_tiled"])
