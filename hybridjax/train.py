@@ -9,7 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from hybridjax.errors import HybridJaxError
-from hybridjax.training.experiments import EXPERIMENTS, ExperimentConfig, describe, override
+from hybridjax.training.config import ExperimentConfig
+from hybridjax.training.experiments import EXPERIMENTS, describe, override
 
 log = logging.getLogger(__name__)
 

@@ -15,6 +15,7 @@ from hybridjax.quantization.nvfp4 import (
     quantize,
     quantize_activations,
     round_stochastically,
+    straight_through,
     unpack,
 )
 from hybridjax.quantization.swizzle import swizzle_scales, unswizzle_scales
@@ -35,6 +36,7 @@ __all__ = [
     "quantize",
     "quantize_activations",
     "round_stochastically",
+    "straight_through",
     "swizzle_scales",
     "unpack",
     "unswizzle_scales",

@@ -8,6 +8,7 @@ six significant bits, so it is exact in bfloat16, float16 and float32. Sources: 
 """
 
 import dataclasses
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -218,3 +219,25 @@ def round_stochastically(
     below = jnp.floor(size / gap) * gap
     up = jax.random.uniform(key, x.shape) < (size - below) / gap
     return jnp.copysign(below + jnp.where(up, gap, 0.0), ratio).astype(_E2M1)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def straight_through(x: jax.Array, rule: str, amax: jax.Array) -> jax.Array:
+    """The values that x has in NVFP4, float32[..., N, K]; the gradient passes as if it were x.
+
+    Args:
+      x: [..., N, K] of a floating dtype, finite.
+      rule, amax: as for ``quantize``.
+    """
+    return dequantize(quantize(x, rule, amax))
+
+
+def _straight_forward(x: jax.Array, rule: str, amax: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return straight_through(x, rule, amax), amax
+
+
+def _straight_backward(rule: str, amax: jax.Array, gradient: jax.Array) -> tuple[jax.Array, jax.Array]:
+    return gradient, jnp.zeros_like(amax)
+
+
+straight_through.defvjp(_straight_forward, _straight_backward)

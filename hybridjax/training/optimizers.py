@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import optax
 
-from hybridjax.training.experiments import ExperimentConfig, OptimizerConfig
+from hybridjax.training.config import ExperimentConfig, OptimizerConfig
 
 MATRIX, TABLE, VECTOR = "matrix", "table", "vector"
 

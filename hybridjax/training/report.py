@@ -12,10 +12,10 @@ import jax.numpy as jnp
 
 from hybridjax.configs import MiniCPMSALAConfig, Qwen4ExpConfig
 from hybridjax.errors import ConfigError
+from hybridjax.training.config import DataConfig, ExperimentConfig
 from hybridjax.training.data import PreparedData
 from hybridjax.training.diagnostics import diagnose, heldout_rows
 from hybridjax.training.evaluation import Evaluator
-from hybridjax.training.experiments import DataConfig, ExperimentConfig
 from hybridjax.training.parameters import ParameterLayout, count
 from hybridjax.training.step import DataParallel, make_row_nats
 from hybridjax.training.trainer import Trainer, TrainResult

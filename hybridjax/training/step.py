@@ -11,8 +11,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from hybridjax.errors import ConfigError
 from hybridjax.ops import dispatch
+from hybridjax.training.config import ExperimentConfig
 from hybridjax.training.data import TokenBatch
-from hybridjax.training.experiments import ExperimentConfig
 from hybridjax.training.optimizers import make_schedule
 from hybridjax.training.parameters import ParameterLayout, Tensors
 

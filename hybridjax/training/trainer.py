@@ -21,9 +21,9 @@ from tqdm import tqdm
 from hybridjax.errors import ConfigError, HybridJaxError
 from hybridjax.models import ARCHITECTURES
 from hybridjax.ops import dispatch
+from hybridjax.training.config import ExperimentConfig
 from hybridjax.training.data import PreparedData, batch_at
 from hybridjax.training.evaluation import Evaluator
-from hybridjax.training.experiments import ExperimentConfig
 from hybridjax.training.optimizers import make_optimizer
 from hybridjax.training.parameters import ParameterLayout, Tensors
 from hybridjax.training.step import DataParallel, make_row_nats, make_train_step, split_batch
@@ -122,7 +122,7 @@ class Trainer:
         module = model(config)
         if config.remat:
             module.remat = True
-        self.layout = ParameterLayout.of(module)
+        self.layout = ParameterLayout.of(module, config.quantize_weights)
         self._initial = jax.device_put(self.layout.tensors(module), self.parallel.replicated)
         self._optimizer = make_optimizer(config, self._initial)
         self._step = make_train_step(self.layout, self._optimizer, config, self.parallel)

@@ -10,7 +10,8 @@ from training_fakes import VOCABULARY, Bigram, small_experiment, small_model
 from hybridjax.errors import ConfigError
 from hybridjax.models import ARCHITECTURES
 from hybridjax.models.base import TensorEntry
-from hybridjax.training.experiments import EXPERIMENTS, OptimizerConfig, ScheduleConfig
+from hybridjax.training.config import OptimizerConfig, ScheduleConfig
+from hybridjax.training.experiments import EXPERIMENTS
 from hybridjax.training.optimizers import MATRIX, TABLE, VECTOR, kind_of, make_optimizer, make_schedule
 from hybridjax.training.parameters import ParameterLayout, count
 

@@ -20,8 +20,9 @@ from training_fakes import (
 )
 
 from hybridjax.errors import CheckpointError, ConfigError
+from hybridjax.training.config import OptimizerConfig
 from hybridjax.training.data import TokenBatch
-from hybridjax.training.experiments import OptimizerConfig, override
+from hybridjax.training.experiments import override
 from hybridjax.training.optimizers import make_optimizer
 from hybridjax.training.parameters import ParameterLayout
 from hybridjax.training.step import DataParallel, make_train_step, split_batch, token_nats

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 from hybridjax.configs import MiniCPMSALAConfig, SparseConfig
+from hybridjax.training.config import DataConfig, ExperimentConfig, OptimizerConfig, ScheduleConfig
 from hybridjax.training.corpus import CODE, PROSE, Document
-from hybridjax.training.experiments import DataConfig, ExperimentConfig, OptimizerConfig, ScheduleConfig
 
 VOCABULARY = 300
 
