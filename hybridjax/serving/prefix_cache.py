@@ -121,11 +121,16 @@ class PrefixCache:
         if match.tokens:
             self._locked.pop().locks -= 1
 
-    def unlock(self) -> None:
-        """Ends the protection of all snapshots matched so far: the steps that read them are launched."""
-        for node in self._locked:
+    def unlock(self) -> bool:
+        """Ends the protection of all snapshots matched so far: the steps that read them are launched.
+
+        Returns:
+          whether there were any, so that more can be evicted now.
+        """
+        locked, self._locked = self._locked, []
+        for node in locked:
             node.locks -= 1
-        self._locked.clear()
+        return bool(locked)
 
     def insert(self, prompt: np.ndarray, pages: list[int], tokens: int, salt: bytes = b"") -> None:
         """Adds the full pages of the first ``tokens`` tokens, which must have been computed.

@@ -174,8 +174,16 @@ class Scheduler:
         Admits and preempts requests and advances ``scheduled`` of the plan's requests: the caller launches
         the plan, or finishes all its requests.
         """
-        if self.memory.cache is not None:
-            self.memory.cache.unlock()
+        plan = self._try_plan()
+        if plan is None and self.has_work and not self._in_flight:
+            # Those who gave way to somebody who did not fit after all, or met what was protected, fit now.
+            self._refused_at = -1
+            plan = self._try_plan()
+        return plan
+
+    def _try_plan(self) -> Plan | None:
+        if self.memory.cache is not None and self.memory.cache.unlock():
+            self._changes += 1
         makers = [self._prefill_plan, self._decode_plan]
         if self._last_was_prefill or self.pace.owes:
             makers.reverse()
@@ -353,6 +361,11 @@ class Scheduler:
         return True
 
     @property
+    def _in_flight(self) -> bool:
+        """Whether a step is under way whose result is still wanted."""
+        return any(request.scheduled != request.computed for request in self.admitted)
+
+    @property
     def _is_full(self) -> bool:
         return len(self._prefilling) + len(self._running) >= self.max_running
 
@@ -408,10 +421,9 @@ class Scheduler:
 
     def _decode_plan(self) -> DecodePlan | None:
         late = self._late_masks()
-        in_flight = any(request.scheduled != request.computed for request in self.admitted)
         rows = self._decode_rows([request for request in self._running if request not in late])
         # Launching waits for masks: better a request misses a step than that others wait with it.
-        if late and not rows and not in_flight:
+        if late and not rows and not self._in_flight:
             rows = self._decode_rows(late)
         if not rows:
             return None
