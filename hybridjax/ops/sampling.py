@@ -8,6 +8,7 @@ those that the sampled tokens will take, so the first token after a prompt of n 
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -196,21 +197,27 @@ def sample(
     """
     suppressed = jnp.where((positions < min_position)[:, None], stop_tokens, -1)
     special = _penalised(rows) | rows.use_bias | rows.use_mask | rows.want_top
-    special |= rows.temperature >= MIN_TEMPERATURE
     special |= jnp.any(suppressed >= 0, axis=1)
+    random = rows.temperature >= MIN_TEMPERATURE
     normaliser = jax.nn.logsumexp(logits, axis=-1)
 
-    def greedy() -> tuple[jax.Array, jax.Array, jax.Array]:
-        return jnp.argmax(logits, axis=-1).astype(jnp.int32), *_no_top(logits)
+    def plain() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return _best(logits), *_no_top(logits)
 
-    def general() -> tuple[jax.Array, jax.Array, jax.Array]:
-        adjusted = _adjust(logits, rows, state, slot, suppressed)
+    def adjusted(choose: Callable[[jax.Array], jax.Array]) -> tuple[jax.Array, jax.Array, jax.Array]:
         wanted = jnp.any(rows.want_top)
         top = jax.lax.cond(wanted, lambda: _top(logits, normaliser), lambda: _no_top(logits))
-        return _draw(adjusted, rows, positions), *top
+        return choose(_adjust(logits, rows, state, slot, suppressed)), *top
+
+    def greedy() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return adjusted(_best)
+
+    def drawn() -> tuple[jax.Array, jax.Array, jax.Array]:
+        return adjusted(lambda x: _draw(x, rows, positions))
 
     # A conditional makes a GPU wait for the host, so the plain greedy batch meets only this one.
-    tokens, *top = jax.lax.cond(jnp.any(special), general, greedy)
+    kind = jnp.where(jnp.any(random), 2, jnp.any(special).astype(jnp.int32))
+    tokens, *top = jax.lax.switch(kind, (plain, greedy, drawn))
     sampled = jnp.take_along_axis(logits, tokens[:, None], axis=-1)[:, 0] - normaliser
     return tokens, SampledLogprobs(sampled, *top)
 
@@ -347,6 +354,11 @@ def _mask_bits(words: jax.Array, vocab: int) -> jax.Array:
     return bits.reshape(words.shape[0], -1)[:, :vocab] != 0
 
 
+def _best(logits: jax.Array) -> jax.Array:
+    """int32[B]: the lowest id of each row's maxima."""
+    return jnp.argmax(logits, axis=-1).astype(jnp.int32)
+
+
 def _draw(adjusted: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.Array:
     """int32[B] tokens: the best of greedy rows, else drawn at the row's temperature from what is kept."""
     vocab = adjusted.shape[1]
@@ -358,7 +370,7 @@ def _draw(adjusted: jax.Array, rows: SamplingRows, positions: jax.Array) -> jax.
     keep = jax.lax.cond(jnp.any(ranking), lambda: keep & _ranked_filter(x, rows), lambda: keep)
     noise = jax.vmap(gumbel_noise, in_axes=(0, 0, None))(rows.seed, positions, vocab)
     drawn = jnp.argmax(jnp.where(keep, x + noise, -jnp.inf), axis=-1)
-    return jnp.where(random, drawn, jnp.argmax(adjusted, axis=-1)).astype(jnp.int32)
+    return jnp.where(random, drawn.astype(jnp.int32), _best(adjusted))
 
 
 def _ranked_filter(x: jax.Array, rows: SamplingRows) -> jax.Array:

@@ -335,3 +335,28 @@ def test_work_that_no_row_needs_is_behind_conditionals():
     costly = {"shift_right_logical", "sort", "random_bits", "random_fold_in", "top_k", "cumsum", "scatter"}
     assert not outside_conditionals(jaxpr) & costly
     assert costly <= set(re.findall(r"\w+", str(jaxpr)))
+
+
+def test_greedy_rows_under_masks_draw_no_noise_and_get_the_same_tokens(monkeypatch):
+    rng = np.random.default_rng(3)
+    logits = rng.integers(-3, 3, (3, VOCAB)).astype(np.float32)  # with ties
+    allowed = rng.random((SLOTS, VOCAB)) < 0.2
+    masks = write_masks(init_sampler_state(SLOTS, VOCAB).token_mask, jnp.arange(SLOTS), packed(allowed))
+    state = dataclasses.replace(init_sampler_state(SLOTS, VOCAB), token_mask=masks)
+    row = {"use_mask": True, "top_k": 3, "top_p": 0.5, "want_top": True}
+    greedy, mixed = rows_of(row, row, row), rows_of(row, row, row | {"temperature": 1.0})
+    ints = {name: jnp.array(value, jnp.int32) for name, value in (("slot", [1, 2, 3]), ("zeros", [0] * 3))}
+    rest = ints["slot"], ints["zeros"], jnp.full((3, 8), -1, jnp.int32), ints["zeros"]
+
+    def nobody(adjusted, rows, positions):
+        return jnp.full(adjusted.shape[0], -1, jnp.int32)
+
+    with_noise = jax.jit(sample)(logits, mixed, state, *rest)
+    monkeypatch.setattr(sampling, "_draw", nobody)
+    patched = jax.jit(lambda *args: sample(*args))
+    without = patched(logits, greedy, state, *rest)
+    want = np.where(allowed[1:4], logits, -np.inf).argmax(axis=1)
+    np.testing.assert_array_equal(without[0], want)
+    for one, other in zip(jax.tree.leaves(without), jax.tree.leaves(with_noise), strict=True):
+        np.testing.assert_array_equal(one[:2], other[:2])
+    assert patched(logits, mixed, state, *rest)[0].tolist() == [-1] * 3, "one random row draws for all"
