@@ -21,6 +21,7 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from benchmarks.common import environment, finish
 from hybridjax.benchmarking.statistics import spread
@@ -31,8 +32,12 @@ from hybridjax.serving.runner import ModelRunner
 from hybridjax.serving.sizing import pool_sizes
 
 
-def make_engine(name: str, length: int, layers: int, share: float) -> Engine:
-    """An engine for prompts of this length, whatever length the model was trained for."""
+def make_engine(name: str, length: int, layers: int, share: float) -> tuple[Engine, int]:
+    """An engine for prompts of this length, whatever length the model was trained for.
+
+    Returns:
+      the engine, and the bytes of its weights and state pools.
+    """
     config = EngineConfig(
         model_path=name,
         context_length=length,
@@ -51,7 +56,10 @@ def make_engine(name: str, length: int, layers: int, share: float) -> Engine:
         model.config = dataclasses.replace(model.config, max_position_embeddings=longest)
     sizes = pool_sizes(config, model)
     print(sizes.summary, flush=True)
-    return Engine.from_parts(config, ModelRunner(model, config, sizes))
+    weights = sum(x.nbytes for x in jax.tree.leaves(nnx.state(model, nnx.Param)))
+    pools = sizes.num_slots * sizes.bytes_per_request
+    pools += int(sizes.num_pages * sizes.page_size * sizes.bytes_per_token)
+    return Engine.from_parts(config, ModelRunner(model, config, sizes)), weights + pools
 
 
 class Clocked:
@@ -155,7 +163,7 @@ def latency(engine: Engine, length: int, count: int) -> dict:
     return row
 
 
-def memory(engine: Engine, length: int, prompts: int) -> dict:
+def memory(engine: Engine, known: int, length: int, prompts: int) -> dict:
     peaks = [peak_bytes()]
     seconds = []
     for seed in range(3, 3 + prompts):
@@ -167,10 +175,10 @@ def memory(engine: Engine, length: int, prompts: int) -> dict:
     print(
         f"prompt of {length - 32}: {', '.join(f'{s:.1f}' for s in seconds)} s; peak memory "
         + ", ".join(f"{p / 2**30:.2f} GiB" for p in peaks)
-        + " before and after each",
+        + f" before and after each, of which weights and state pools {known / 2**30:.2f} GiB",
         flush=True,
     )
-    return {"seconds": seconds, "peak_bytes": peaks}
+    return {"seconds": seconds, "peak_bytes": peaks, "weights_and_pools_bytes": known}
 
 
 def main() -> int:
@@ -187,14 +195,15 @@ def main() -> int:
     args = parser.parse_args()
     print(environment(), flush=True)
     out: dict = {}
-    with make_engine(args.model, args.length, args.layers, args.max_prefill_share) as engine:
+    engine, known = make_engine(args.model, args.length, args.layers, args.max_prefill_share)
+    with engine:
         parts = args.only.split(",")
         if "hit" in parts:
             out["hit"] = hit(engine, args.length, args.repeats)
         if "latency" in parts:
             out["latency"] = latency(engine, args.length, args.tokens)
         if "memory" in parts:
-            out["memory"] = memory(engine, args.length, min(2, args.repeats))
+            out["memory"] = memory(engine, known, args.length, min(2, args.repeats))
     finish("long_context", [out], model=args.model, length=args.length)
     return 0
 

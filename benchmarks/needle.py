@@ -26,8 +26,8 @@ from hybridjax.checkpoints import resolve
 from hybridjax.configs import EngineConfig
 from hybridjax.serving import Engine, RequestOutput, SamplingParams
 from hybridjax.text import load_tokenizer
-from hybridjax.training.data import PreparedData, load_prepared
 from hybridjax.training.config import DataConfig
+from hybridjax.training.data import PreparedData, load_prepared
 
 DEPTHS = (0.0, 0.5, 0.9)
 QUESTIONS = {  # what asks, the answer, what ends it in its place
@@ -192,7 +192,8 @@ def main() -> int:
         return np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     rows = []
-    with make_engine(args.model, max(lengths) + 1, 0, EngineConfig.max_prefill_share) as engine:
+    engine, _ = make_engine(args.model, max(lengths) + 1, 0, EngineConfig.max_prefill_share)
+    with engine:
         if args.filler == "text":
             data = load_prepared(Path(args.data))
             fill = lambda rng, length: piece(rng, length, data)  # noqa: E731
