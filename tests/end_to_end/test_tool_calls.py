@@ -71,6 +71,18 @@ def test_a_forced_call_keeps_to_its_schema(client, choice):
         assert chunks[-1].choices[0].finish_reason == "tool_calls"
 
 
+def test_strict_tools_leave_the_text_free_until_a_call_begins(client):
+    """The model writes no tags by itself: what it writes is what it writes without tools that are strict."""
+    create = client.chat.completions.create
+    strict = [{"type": "function", "function": {**tool["function"], "strict": True}} for tool in FUNCTIONS]
+    for seed in range(2):
+        limits = {"max_tokens": 20, "seed": seed, "temperature": 1}
+        free, held = (
+            create(**{**ASKED, "tools": tools}, **limits).choices[0] for tools in (FUNCTIONS, strict)
+        )
+        assert held.message == free.message and held.finish_reason == free.finish_reason
+
+
 def test_a_text_scores_what_it_scored_when_it_was_written(client):
     prompt = list(range(40, 110))
     greedy = {"model": "tiny-sala", "max_tokens": 6, "temperature": 0, "logprobs": 2}

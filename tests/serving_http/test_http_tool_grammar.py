@@ -8,7 +8,7 @@ from llguidance import LLMatcher, LLTokenizer
 
 from hybridjax.errors import RequestError
 from hybridjax.serving.api import Grammar
-from hybridjax.serving.http.tool_grammar import behind_reasoning, tool_grammar
+from hybridjax.serving.http.tool_grammar import behind_reasoning, strict_grammar, tool_grammar
 from hybridjax.structured.source import to_llguidance
 from hybridjax.text.tool_calls import FORMATS, Format, ToolCallParser
 
@@ -222,3 +222,61 @@ def test_numbers_that_cannot_be_kept_to_are_refused(form: Format):
     with pytest.raises(RequestError, match="tools: f: maximum is 9223372036854775808;") as error:
         tool_grammar(form, tools, many=False, opened=None)
     assert error.value.param == "tools"
+
+
+def bare(name: str, arguments: str) -> str:
+    """Qwen3-Coder's form without the outer tag, which the parser takes, too."""
+    return xml(name, arguments).removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")
+
+
+@pytest.mark.parametrize("write", [hermes, xml, bare])
+def test_strict_tools_bind_only_what_begins_as_a_call(tokenizer: LLTokenizer, write):
+    form = "hermes" if write is hermes else "qwen3_coder"
+    grammar = strict_grammar(form, TOOLS, ["weather"], opened=None)
+    assert grammar is not None and grammar.field == "tools"
+    call = write("weather", PARIS)
+    free = ("", "no call", "a < b <tool", "<tool_cal l>\n", "</tool_call>", '{"name": "weather"}')
+    for text in (*free, call, call + call, f"Let me see.\n{call}\n", f"{call}\n{call} and\n<b>{call}"):
+        assert takes(tokenizer, grammar, text), text
+    for arguments in ('{"days": 2}', '{"city": "", "days": "two"}', '{"city": "", "unit": "K"}'):
+        assert not takes(tokenizer, grammar, write("weather", arguments)), arguments
+        assert not takes(tokenizer, grammar, f"Well. {call} Again: {write('weather', arguments)}")
+    # A tool that is not strict may be called with whatever it likes, one that there is not may not.
+    assert takes(tokenizer, grammar, write("now", '{"any": "thing"}') + " then " + call)
+    assert not takes(tokenizer, grammar, write("other", "{}"))
+    assert not takes(tokenizer, grammar, "the tag <tool_call> alone")
+    text = f"One. {call} Two."
+    delta = ToolCallParser(form, TOOLS, incremental=False).push(text)
+    assert [one.name for one in delta.calls] == ["weather"]
+
+
+def test_strict_tools_let_the_model_think(tokenizer: LLTokenizer):
+    call, bad = hermes("weather", PARIS), hermes("weather", "{}")
+    opened = strict_grammar("hermes", TOOLS, ["weather"], opened=True)
+    assert opened is not None
+    assert takes(tokenizer, opened, f"maybe {bad} or\n</think>\n\nSo: {call}")
+    assert takes(tokenizer, opened, "hm\n</think>\n\nNo.")
+    assert not takes(tokenizer, opened, f"hm\n</think>\n\n{bad}")
+    closed = strict_grammar("hermes", TOOLS, ["weather"], opened=False)
+    assert closed is not None
+    for text in (
+        "",
+        "No.",
+        call,
+        f"So: {call} <think>",
+        "<thin",
+        f"<think>{bad}</think>\n\n{call}",
+        "<think></think>",
+    ):
+        assert takes(tokenizer, closed, text), text
+    for text in (bad, f"a {bad}", f"<think></think>{bad}", f"{call}<think>{bad}</think>"):
+        assert not takes(tokenizer, closed, text), text
+
+
+def test_what_cannot_be_told_from_text_is_not_held_to_be_strict():
+    assert strict_grammar("json", TOOLS, ["weather"], opened=None) is None
+    assert strict_grammar("hermes", TOOLS, [], opened=None) is None
+    tools = {"bad": {"properties": {"a>b": {}}}, "good": {}}
+    with pytest.raises(RequestError, match="XML calls cannot name"):
+        strict_grammar("qwen3_coder", tools, ["bad"], opened=None)
+    assert strict_grammar("qwen3_coder", tools, ["good"], opened=None) is not None

@@ -220,6 +220,49 @@ def test_auto_leaves_the_text_free(start: Start, engine: FakeEngine):
     assert [params.grammar for _, params in engine.submitted.values()] == [None]
 
 
+def strict(tool: Any) -> Any:
+    return tool | {"function": tool["function"] | {"strict": True}}
+
+
+@pytest.mark.parametrize("choice", ["auto", None])
+def test_calls_of_strict_tools_are_held_to_a_grammar_once_begun(
+    start: Start, engine: FakeEngine, choice: Any
+):
+    client = start()
+    fields: Any = {"max_tokens": 1} | ({} if choice is None else {"tool_choice": choice})
+    chat(client, tools=[strict(WEATHER), NOW], **fields)
+    [(_, params)] = engine.submitted.values()
+    assert params.grammar is not None
+    assert (params.grammar.kind, params.grammar.field) == ("lark", "tools")
+    assert "days" in params.grammar.source and "now" in params.grammar.source
+    # A form that the whole answer has leaves no room for calls.
+    chat(client, tools=[strict(WEATHER)], response_format={"type": "json_object"}, **fields)
+    *_, (_, params) = engine.submitted.values()
+    assert params.grammar is not None and params.grammar.field == "response_format"
+    chat(client, tools=[strict(WEATHER)], tool_choice="none", max_tokens=1)
+    *_, (_, params) = engine.submitted.values()
+    assert params.grammar is None
+
+
+def test_strict_is_not_enforced_where_calls_cannot_be_told_from_text(start: Start, engine: FakeEngine):
+    chat(start(tool_call_parser="json"), tools=[strict(WEATHER)], max_tokens=1)
+    assert [params.grammar for _, params in engine.submitted.values()] == [None]
+
+
+def test_strict_is_not_enforced_where_a_tag_is_a_token_that_no_text_spells(
+    start: Start, engine: FakeEngine, monkeypatch: pytest.MonkeyPatch
+):
+    decode = TemplateTokenizer.decode
+
+    def hiding(self: TemplateTokenizer, ids: Any, skip_special_tokens: bool = True) -> str:
+        text = decode(self, ids, skip_special_tokens)
+        return "" if skip_special_tokens and text == "<tool_call>" else text
+
+    monkeypatch.setattr(TemplateTokenizer, "decode", hiding)
+    chat(start(), tools=[strict(WEATHER)], max_tokens=1)
+    assert [params.grammar for _, params in engine.submitted.values()] == [None]
+
+
 @pytest.mark.parametrize(
     ("choice", "said"), [("required", TWO[12:]), (NAMED, TWO[TWO.rindex("<tool_call>") :])]
 )

@@ -16,7 +16,7 @@ from hybridjax.serving.http.messages import Message, Tool, callable_tools
 from hybridjax.serving.http.protocol import ChatCompletionRequest, Conversation
 from hybridjax.serving.http.replies import ReplyForms, ReplyPlan
 from hybridjax.serving.http.tokens import TextTokenizer, TokenTexts
-from hybridjax.serving.http.tool_grammar import behind_reasoning, tool_grammar
+from hybridjax.serving.http.tool_grammar import behind_reasoning, strict_grammar, tool_grammar
 from hybridjax.text import reasoning
 
 
@@ -60,19 +60,19 @@ class Chats:
         # Templates write the special tokens themselves.
         prompt = self._front.encode(self.tokenizer(), text, "messages", add_special_tokens=False)
         plan = self._plan(body, tools, text)
-        grammar = self._grammar(body, plan)
+        forced, strict = self._forced(body, plan), self._strict(body, plan, tools)
         support = self._front.engine.info.images
         # Last, because what is wrong with the rest is found out in far less time.
         images = load_images(pictures, support, generation.check_wanted) if support else ()
 
         def adapt(params: SamplingParams) -> SamplingParams:
             wanted = params.grammar
-            if wanted is not None and grammar is not None:
+            if wanted is not None and forced is not None:
                 raise RequestError("tool_choice and a grammar exclude each other", param="tool_choice")
             return dataclasses.replace(
                 params,
                 skip_special_tokens=params.skip_special_tokens and not plan.needs_special_tokens,
-                grammar=grammar if wanted is None else behind_reasoning(wanted, plan.opened),
+                grammar=forced or strict if wanted is None else behind_reasoning(wanted, plan.opened),
             )
 
         return Prepared([prompt], ChatBodies(body, self._texts, plan), images, adapt)
@@ -130,11 +130,20 @@ class Chats:
             incremental=body.stream,
         )
 
-    def _grammar(self, body: ChatCompletionRequest, plan: ReplyPlan) -> Grammar | None:
+    def _forced(self, body: ChatCompletionRequest, plan: ReplyPlan) -> Grammar | None:
         """What makes the model call a tool, if it has to."""
         if plan.calls is None or body.tool_choice in (None, "none", "auto"):
             return None
         return tool_grammar(plan.calls, plan.tools, many=plan.max_calls is None, opened=plan.opened)
+
+    def _strict(self, body: ChatCompletionRequest, plan: ReplyPlan, tools: list[Tool]) -> Grammar | None:
+        """What holds calls to strict tools, if the model is free to call them."""
+        strict = [tool.function.name for tool in tools if tool.function.strict]
+        if plan.calls is None or body.tool_choice not in (None, "auto"):
+            return None
+        if plan.needs_special_tokens:  # a grammar's text is never a special token
+            return None
+        return strict_grammar(plan.calls, plan.tools, strict, opened=plan.opened)
 
 
 def _text_of(message: Message) -> str:

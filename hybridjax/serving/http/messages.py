@@ -125,7 +125,9 @@ class Function(Strict):
     parameters: Annotated[
         dict[str, Any] | None, PlainValidator(_parameters, json_schema_input_type=dict[str, Any])
     ] = Field(None, description="JSON schema of an object; left out: no parameters")
-    strict: bool | None = Field(None, description="ignored; forced calls always keep to the schema")
+    strict: bool | None = Field(
+        None, description="calls keep to the schema also if tool_choice is 'auto'; forced ones always do"
+    )
 
     @property
     def schema_of_arguments(self) -> dict[str, Any]:

@@ -1,7 +1,7 @@
 """Grammars (llguidance's Lark) that make a model call a tool, and that let it think before it obeys one."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hybridjax.errors import RequestError
@@ -16,7 +16,8 @@ _BOUNDED = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}
 MAX_SOURCE = 2**16
 MAX_JSON_DEPTH = 64
 _PARAMETER_END = "</parameter>"
-_ANY_TEXT = "/(?s:.*)/"
+_FUNCTION_END = "</function>"
+_ANY_TEXT, _SOME_TEXT = "/(?s:.*)/", "/(?s:.+)/"
 
 
 def tool_grammar(form: tool_calls.Format, tools: Tools, *, many: bool, opened: bool | None) -> Grammar:
@@ -31,13 +32,7 @@ def tool_grammar(form: tool_calls.Format, tools: Tools, *, many: bool, opened: b
     Raises:
       RequestError: a parameter's name cannot be written in this form, or a number in a schema not be kept to.
     """
-    from hybridjax.structured.schema_numbers import check_numbers
-
-    for name, schema in tools.items():
-        try:
-            check_numbers(schema)
-        except ValueError as error:
-            raise RequestError(f"tools: {name}: {error}", param="tools") from error
+    _check_numbers(tools)
     build = {"hermes": _hermes, "qwen3_coder": _qwen3_coder, "json": _json}[form]
     rules: list[str] = []
     names = " | ".join(build(i, name, schema, rules) for i, (name, schema) in enumerate(tools.items()))
@@ -47,6 +42,66 @@ def tool_grammar(form: tool_calls.Format, tools: Tools, *, many: bool, opened: b
     else:
         rules.append('calls: call ("\\n" call)*' if many else "calls: call")
     return _lark("calls", opened, rules, "tool_choice")
+
+
+def strict_grammar(
+    form: tool_calls.Format, tools: Tools, strict: Collection[str], *, opened: bool | None
+) -> Grammar | None:
+    """Any text and any calls, but what begins as a call is one, and those of strict tools keep to the schema.
+
+    Args:
+      form: how calls look. None is returned for "json", where nothing says whether an object is a call.
+      tools: that may be called, and the JSON schemas of their parameters.
+      strict: names of strict tools.
+      opened: see ``tool_grammar``. In the reasoning, nothing is a call.
+
+    Raises:
+      RequestError: as ``tool_grammar``, for strict tools.
+    """
+    if form == "json" or not strict:
+        return None
+    _check_numbers({name: tools[name] for name in strict})
+    rules: list[str] = []
+    begun = [tool_calls.OPEN] if form == "hermes" else [tool_calls.OPEN, tool_calls.FUNCTION]
+    calls: list[list[str]] = [[] for _ in begun]
+    for i, (name, schema) in enumerate(tools.items()):
+        if form == "hermes":
+            calls[0].append(_hermes(i, name, schema if name in strict else {}, rules, tool_calls.OPEN))
+            continue
+        inner = f"inner{i}"
+        if name in strict:
+            rules.append(f"{inner}: {_parameters(i, schema, rules)} {_text(_FUNCTION_END)}")
+        else:
+            rules.append(f"{inner}[suffix={_text(_FUNCTION_END)}]: {_ANY_TEXT}")
+        end = _text("\n" + tool_calls.CLOSE)
+        calls[0].append(f"{_text(f'{chr(10)}{tool_calls.FUNCTION}{name}>{chr(10)}')} {inner} {end}")
+        calls[1].append(f"{_text(f'{name}>{chr(10)}')} {inner} {end}?")
+    rules += [f"begun{k}: {' | '.join(each)}" for k, each in enumerate(calls)]
+    anywhere = "|".join(begun)
+    rules.append(f"TEXT: {_SOME_TEXT} & ~/(?s:.*)({anywhere})(?s:.*)/")
+    rules += [f"UPTO{k}: TEXT? {_text(opener)}" for k, opener in enumerate(begun)]
+    rules.append(f"free: ({' | '.join(f'UPTO{k} begun{k}' for k in range(len(begun)))})* TEXT?")
+    if opened is False:
+        # What begins with the reasoning's tag is reasoning, not text.
+        rules.append(f"FIRST: TEXT & ~/{reasoning.OPEN}(?s:.*)/")
+        rules += [f"FIRST_UPTO{k}: FIRST? {_text(opener)}" for k, opener in enumerate(begun)]
+        first = " | ".join(f"FIRST_UPTO{k} begun{k} free" for k in range(len(begun)))
+        start, *reasoned = _start("free", True)
+        rules += [f"start: OPEN {start.removeprefix('start: ')} | {first} | FIRST?", *reasoned]
+        rules.append(f"OPEN: {_text(reasoning.OPEN)}")
+    else:
+        rules += _start("free", opened)
+    return Grammar("lark", "\n".join(rules) + "\n", "tools")
+
+
+def _check_numbers(tools: Tools) -> None:
+    from hybridjax.structured.schema_numbers import check_numbers
+
+    for name, schema in tools.items():
+        try:
+            check_numbers(schema)
+        except ValueError as error:
+            raise RequestError(f"tools: {name}: {error}", param="tools") from error
 
 
 def behind_reasoning(grammar: Grammar, opened: bool | None) -> Grammar:
@@ -97,8 +152,9 @@ def _start(body: str, opened: bool | None) -> list[str]:
     return rules if opened else [*rules, f"OPEN: {_text(reasoning.OPEN)}"]
 
 
-def _hermes(index: int, name: str, schema: Mapping[str, Any], rules: list[str]) -> str:
-    head = f'{tool_calls.OPEN}\n{{"name": {json.dumps(name)}, "arguments": '
+def _hermes(index: int, name: str, schema: Mapping[str, Any], rules: list[str], written: str = "") -> str:
+    """A call, of which ``written`` is there already."""
+    head = f'{tool_calls.OPEN}\n{{"name": {json.dumps(name)}, "arguments": '.removeprefix(written)
     rules.append(f"args{index}: {_schema({**schema, 'type': 'object'})}")
     rules.append(f"call{index}: {_text(head)} args{index} {_text('}' + chr(10) + tool_calls.CLOSE)}")
     return f"call{index}"
@@ -112,8 +168,15 @@ def _json(index: int, name: str, schema: Mapping[str, Any], rules: list[str]) ->
 
 
 def _qwen3_coder(index: int, name: str, schema: Mapping[str, Any], rules: list[str]) -> str:
+    head = _text(f"{tool_calls.OPEN}\n{tool_calls.FUNCTION}{name}>\n")
+    end = _text(f"{_FUNCTION_END}\n{tool_calls.CLOSE}")
+    rules.append(f"call{index}: {head} {_parameters(index, schema, rules)} {end}")
+    return f"call{index}"
+
+
+def _parameters(index: int, schema: Mapping[str, Any], rules: list[str]) -> str:
     """The parameters in the schema's order, those not required may be left out."""
-    parts = [_text(f"{tool_calls.OPEN}\n{tool_calls.FUNCTION}{name}>\n")]
+    parts: list[str] = []
     known = Parameters(schema)
     definitions = _definitions(schema)
     for place, (key, value) in enumerate(known.schemas.items()):
@@ -132,9 +195,7 @@ def _qwen3_coder(index: int, name: str, schema: Mapping[str, Any], rules: list[s
             rules.append(f"{rule}_value: {_one_of(key, values, whole)}")
         rules.append(f"{rule}: {_text(f'<parameter={key}>{chr(10)}')} {rule}_value {end}".rstrip())
         parts.append(rule if key in known.required else f"{rule}?")
-    parts.append(_text(f"</function>\n{tool_calls.CLOSE}"))
-    rules.append(f"call{index}: {' '.join(parts)}")
-    return f"call{index}"
+    return " ".join(parts)
 
 
 def _one_of(name: str, values: Values, schema: Mapping[str, Any]) -> str:
