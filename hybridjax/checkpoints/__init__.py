@@ -6,6 +6,7 @@ Orbax is imported only by ``hybridjax.checkpoints.orbax_checkpoints``, which ser
 from hybridjax.checkpoints.bundled import bundled_models, load_tokenizer, resolve
 from hybridjax.checkpoints.generation import GenerationDefaults, generation_config
 from hybridjax.checkpoints.loading import load_config, load_model
+from hybridjax.checkpoints.quantization_config import quantization_of
 from hybridjax.checkpoints.saving import check_target, save_pretrained
 
 __all__ = [
@@ -16,6 +17,7 @@ __all__ = [
     "load_config",
     "load_model",
     "load_tokenizer",
+    "quantization_of",
     "resolve",
     "save_pretrained",
 ]

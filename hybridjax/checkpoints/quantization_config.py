@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hybridjax.checkpoints import nvfp4
+from hybridjax.checkpoints.directory import open_weights
 from hybridjax.errors import CheckpointError
 from hybridjax.json_files import read_object
 from hybridjax.quantization import GROUP
@@ -163,3 +164,18 @@ def of_tensors(names: Collection[str], layout: str) -> tuple[dict[str, Any], dic
 
 def _shortened(modules: Sequence[str]) -> list[str]:
     return [module for module in modules if not fnmatch.fnmatch(module, "*norm*")]
+
+
+def quantization_of(directory: str | Path) -> tuple[str, str | None]:
+    """How a checkpoint's weights are stored, from its files' headers.
+
+    Returns:
+      "nvfp4" and its layout, one of ``nvfp4.FORMATS``; or "fp8" or "none", and None.
+
+    Raises:
+      CheckpointError: a file is malformed.
+    """
+    names = open_weights(Path(directory))
+    if any(name.endswith(("weight_packed", "weight_scale_2")) for name in names):
+        return "nvfp4", nvfp4.common_layout(names)
+    return ("fp8" if any(name.endswith(("scale_inv", "weight_scale")) for name in names) else "none"), None

@@ -11,6 +11,8 @@ from hybridjax.configs.flags import flag
 from hybridjax.configs.validation import check, positive_int, take
 from hybridjax.errors import ConfigError
 
+QUANTIZATIONS = ("none", "fp8", "nvfp4", "modelopt", "modelopt_fp4", "compressed-tensors")
+
 
 def _secret(help: str) -> Any:
     return dataclasses.field(default=None, repr=False, metadata={"help": help, "secret": True})
@@ -32,6 +34,18 @@ class EngineConfig:
         "auto",
         "parameter and activation dtype; auto: the checkpoint's, float32 on a CPU",
         choices=["auto", "float32", "bfloat16", "float16"],
+    )
+    quantization: str = flag(
+        "auto",
+        "how the checkpoint must be quantised; auto: as it is",
+        choices=["auto", *QUANTIZATIONS],
+    )
+    nvfp4_activations: str = flag(
+        "auto",
+        "whether products with NVFP4 weights round their activations, too: never (w4a16), always (w4a4), for "
+        "more rows than are faster that way (by-rows); auto: by-rows where tensor cores multiply FP4, w4a16 "
+        "elsewhere, where it is emulated, and under deterministic inference",
+        choices=["auto", "by-rows", "w4a16", "w4a4"],
     )
     ple_offload: str = flag(
         "auto",
@@ -134,6 +148,14 @@ class EngineConfig:
             self.dtype,
             "auto, float32, bfloat16 or float16",
         )
+        for name in ("quantization", "nvfp4_activations"):
+            choices = EngineConfig.__dataclass_fields__[name].metadata["choices"]
+            check(getattr(self, name) in choices, name, getattr(self, name), f"one of {', '.join(choices)}")
+        if self.enable_deterministic_inference and self.nvfp4_activations == "by-rows":
+            raise ConfigError(
+                "nvfp4_activations is 'by-rows', which depends on the batch; deterministic inference needs "
+                "w4a16 or w4a4"
+            )
         places = ("auto", "device", "host", "mmap")
         check(self.ple_offload in places, "ple_offload", self.ple_offload, "auto, device, host or mmap")
         check(self.schedule_policy in ("fcfs", "lpm"), "schedule_policy", self.schedule_policy, "fcfs or lpm")

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from hybridjax.errors import ConfigError
 from hybridjax.layers.linear import DenseWeight
 from hybridjax.layers.sparse_moe import DenseExperts
 from hybridjax.ops import nvfp4_w4a4, nvfp4_w4a16
 from hybridjax.ops.dispatch import architecture
 from hybridjax.ops.nvfp4_experts import nvfp4_experts
+from hybridjax.ops.nvfp4_experts_w4a4 import nvfp4_experts_w4a4
 from hybridjax.quantization import GROUP, NVFP4
 from hybridjax.quantization.dispatch import activation_format
 
@@ -95,7 +97,8 @@ class NVFP4Experts(nnx.Module):
 
     Args:
       count: E; hidden: H; intermediate: I.
-      calibrated: whether there are input scales: float32[E] for down, float32[2E] for gate and up.
+      calibrated: whether there are input scales: float32[E] for down, float32[2E] for gate and up. Products
+        use the largest, under which no expert's inputs clip.
     """
 
     axes = DenseExperts.axes
@@ -115,4 +118,36 @@ class NVFP4Experts(nnx.Module):
         """x [N, H], ids int32[N, k] (-1: none), weights float32[N, k] -> the weighted sum [N, H]."""
         gate_up = NVFP4(self.gate_up_codes[...], self.gate_up_scales[...], self.gate_up_global[...])
         down = NVFP4(self.down_codes[...], self.down_scales[...], self.down_global[...])
-        return nvfp4_experts(x, ids, weights, gate_up, down)
+        calibrated = self.gate_up_input is not None and self.down_input is not None
+        # Each expert sees about this many rows.
+        rows = -(-ids.size // gate_up.codes.shape[0])
+        if activation_format(self.activations, rows, (0, 0), calibrated, architecture()) == "w4a16":
+            return nvfp4_experts(x, ids, weights, gate_up, down)
+        assert self.gate_up_input is not None and self.down_input is not None
+        inputs = jnp.max(self.gate_up_input[...]), jnp.max(self.down_input[...])
+        return nvfp4_experts_w4a4(x, ids, weights, gate_up, down, *inputs)
+
+
+def set_activations(model: nnx.Module, activations: str) -> int:
+    """Says how a model's NVFP4 weights treat activations, see ``quantization.dispatch``.
+
+    Returns:
+      How many of its weight modules are in NVFP4.
+
+    Raises:
+      ConfigError: "w4a4", and some of them have no input scale.
+    """
+    weights = [(path, node) for path, node in nnx.iter_graph(model) if _is_quantized(node)]
+    for path, node in weights:
+        calibrated = node.input_scale if isinstance(node, NVFP4Weight) else node.down_input
+        if activations == "w4a4" and calibrated is None:
+            raise ConfigError(
+                f"nvfp4_activations is 'w4a4', but {'.'.join(map(str, path))} has no input scale; calibrate "
+                "the checkpoint's activations, or use w4a16"
+            )
+        node.activations = activations
+    return len(weights)
+
+
+def _is_quantized(node: object) -> bool:
+    return isinstance(node, NVFP4Weight | NVFP4Experts)

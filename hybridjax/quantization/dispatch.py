@@ -8,7 +8,7 @@ from typing import Any
 
 ACTIVATIONS = ("auto", "by_rows", "w4a16", "w4a4")
 
-_BLACKWELL = frozenset({"sm_100", "sm_103", "sm_120", "sm_121"})
+BLACKWELL = frozenset({"sm_100", "sm_103", "sm_120", "sm_121"})
 _TABLE = Path(__file__).with_name("crossover.json")
 
 
@@ -34,7 +34,7 @@ def activation_format(
         raise ValueError("W4A4 needs input scales, which these weights have not: calibrate them")
     if activations in ("w4a16", "w4a4"):
         return activations
-    if not calibrated or (activations == "auto" and architecture not in _BLACKWELL):
+    if not calibrated or (activations == "auto" and architecture not in BLACKWELL):
         return "w4a16"
     return "w4a4" if rows > crossover(architecture, shape) else "w4a16"
 

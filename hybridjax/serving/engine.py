@@ -386,6 +386,7 @@ def _load(config: EngineConfig) -> dict[str, Any]:
 
     from hybridjax.checkpoints import generation_config, load_config, load_model, resolve
     from hybridjax.ops import parse_override
+    from hybridjax.serving.quantized import check_quantization, prepare
     from hybridjax.serving.runner import ModelRunner, enable_compilation_cache
     from hybridjax.serving.sizing import ngram_layers, ngram_table_placement, pool_sizes
     from hybridjax.text import load_tokenizer
@@ -412,7 +413,9 @@ def _load(config: EngineConfig) -> dict[str, Any]:
     placement = ngram_table_placement(config, architecture)
     if config.ple_offload != "auto" and not ngram_layers(architecture):
         log.warning("ple_offload is %s, but %s has no n-gram table", config.ple_offload, directory.name)
+    check_quantization(config, directory)
     model = load_model(directory, dtype, ple_offload=placement)
+    prepare(config, model)
     enable_compilation_cache(config.compilation_cache_dir)
     vocab_limit = None
     if tokenizer is not None and tokenizer.id_limit < architecture.vocab_size:

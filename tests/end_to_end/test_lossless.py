@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from safetensors.numpy import load_file
 
+from hybridjax.calibration import Quantization, Settings
 from hybridjax.serving import Engine, SamplingParams
 
 GOLDENS = Path(__file__).parent.parent / "goldens"
@@ -23,6 +24,7 @@ MODELS = {
     "sparse": (str(GOLDENS / "minicpm_sala" / "sparse"), {}),
     "tiny-flash-next": ("tiny-flash-next", {}),
     "tiny-flash-next, host": ("tiny-flash-next", {"ple_offload": "host"}),
+    "tiny-flash-next, NVFP4": ("tiny-flash-next", {"quantization": "nvfp4"}),
 }
 COMMON = {"context_length": 768, "compilation_cache_dir": "", "skip_server_warmup": True}
 CROWDED = {
@@ -60,8 +62,14 @@ class Answers:
 
 
 @pytest.fixture(scope="module", params=MODELS)
-def pair(request):
+def pair(request, tmp_path_factory):
     path, fields = MODELS[request.param]
+    if "quantization" in fields:
+        target = tmp_path_factory.mktemp("quantized") / path
+        Quantization(
+            path, target, "modelopt", Settings(method="rtn", weights_only=True), progress=False
+        ).quantize()
+        path = str(target)
     with (
         Engine(path, **COMMON | CROWDED | fields, schedule_policy="lpm", max_prefill_share=0.7) as crowded,
         reference(path) as plain,
