@@ -11,6 +11,7 @@ from hybridjax.ops.dispatch import Op, architecture, einsum_f32
 from hybridjax.quantization import decode, pack, quantize_activations
 
 _FLOAT32 = jnp.dtype(jnp.float32)
+MOST_ROWS = 64  # of the GPU kernel
 
 
 def _w4a16(
@@ -65,6 +66,22 @@ def _w4a4(
     return (out * (input_scale * global_scale)).astype(out_dtype or x.dtype)
 
 
+def divides(features: int, columns: int) -> bool:
+    """Whether the GPU kernel divides a matrix [features, columns]."""
+    whole = columns % 64 == 0 and columns <= 1024
+    return features % 64 == 0 and (columns % 256 == 0 or whole)
+
+
+def kernel_fits(dtype: jnp.dtype, features: int, columns: int) -> bool:
+    """Whether that kernel multiplies activations of a dtype with such a matrix here."""
+    return dtype == jnp.bfloat16 and divides(features, columns) and architecture() == "sm_90"
+
+
+def _hopper(x, codes, scales, global_scale, out_dtype=None) -> bool:
+    """Up to 64 rows: beyond, decoding all weights first costs little and leaves the product to XLA."""
+    return x.shape[0] <= MOST_ROWS and kernel_fits(x.dtype, codes.shape[0], x.shape[1])
+
+
 def _blackwell(*args, **kwargs) -> bool:
     """Tensor cores that multiply block-scaled FP4."""
     return architecture() in ("sm_100", "sm_103", "sm_120", "sm_121")
@@ -79,6 +96,9 @@ def _w4a4_block_scaled(x, codes, scales, global_scale, input_scale, out_dtype=No
 
 
 nvfp4_w4a16 = Op("nvfp4_w4a16", _w4a16)
+nvfp4_w4a16.register(
+    "mosaic_gpu", "hybridjax.pallas_kernels.nvfp4:w4a16", platforms=("gpu",), supports=_hopper
+)
 nvfp4_w4a16.register("xla", _w4a16_decoded, platforms=("gpu",))
 nvfp4_w4a4 = Op("nvfp4_w4a4", _w4a4)
 nvfp4_w4a4.register("block_scaled", _w4a4_block_scaled, platforms=("gpu",), supports=_blackwell)

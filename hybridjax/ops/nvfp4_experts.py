@@ -11,6 +11,7 @@ import jax.numpy as jnp
 
 from hybridjax.ops.dispatch import Op, einsum_f32, platform
 from hybridjax.ops.experts import block_size, combine, lay_out
+from hybridjax.ops.nvfp4 import kernel_fits
 from hybridjax.quantization import NVFP4, decode
 
 _GATHER_BYTES = 2**28  # of decoded weights that a product per choice may make
@@ -82,6 +83,12 @@ def _blocked(x, ids, weights, gate_up, down):
     return combine(out.reshape(-1, x.shape[1]), blocks.place, ids, weights).astype(x.dtype)
 
 
+def _hopper(x, ids, weights, gate_up: NVFP4, down: NVFP4) -> bool:
+    """Both products in whole tiles, of bfloat16 on a Hopper GPU."""
+    wide, narrow = gate_up.codes.shape, down.codes.shape
+    return all(kernel_fits(x.dtype, rows, 2 * half) for _, rows, half in (wide, narrow))
+
+
 def choose(x, ids, weights, gate_up: NVFP4, down: NVFP4) -> str:
     """The XLA form for such shapes: a gather while what it decodes stays small."""
     decoded = ids.size * 2 * (gate_up.codes[0].size + down.codes[0].size) * x.dtype.itemsize
@@ -93,6 +100,9 @@ def _automatic(*args):
 
 
 nvfp4_experts = Op("nvfp4_experts", _nvfp4_experts)
+nvfp4_experts.register(
+    "mosaic_gpu", "hybridjax.pallas_kernels.nvfp4:experts", platforms=("gpu",), supports=_hopper
+)
 nvfp4_experts.register("xla", _automatic)
 nvfp4_experts.register("gather", _gather)
 nvfp4_experts.register("blocked", _blocked)

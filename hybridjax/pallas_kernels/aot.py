@@ -82,9 +82,11 @@ def available() -> bool:
         return False
 
 
-def compile_kernel(kernel, architecture: str, dump: Path) -> dict:
-    """Compiles an entry of the catalog; see ``report`` for what comes back. ``dump``: where the compiler,
-    told by MOSAIC_GPU_DUMP_TO before JAX was imported, leaves its files."""
+def compile_kernel(kernel, operands: dict, architecture: str, dump: Path) -> dict:
+    """Compiles an entry of the catalog for some of its operands; see ``report`` for what comes back.
+
+    ``dump``: where the compiler, told by MOSAIC_GPU_DUMP_TO before JAX was imported, leaves its files.
+    """
     import jax
     from jax.experimental import topologies
 
@@ -94,9 +96,7 @@ def compile_kernel(kernel, architecture: str, dump: Path) -> dict:
     )
     mesh = topologies.make_mesh(topology, (1,), ("x",))
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
-    operands = {
-        name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding) for name, x in kernel.operands.items()
-    }
+    operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands)
     function = kernel.function()
     options = kernel.options
     donated = ("pool",) if kernel.writes else ()
@@ -105,16 +105,18 @@ def compile_kernel(kernel, architecture: str, dump: Path) -> dict:
         path.unlink()
     with jax.default_device(topology.devices[0]):
         compiled = run.lower(**operands).compile()
-    found = report(compiled.as_text() or "", dump, kernel.operands["pool"].shape)
+    held = jax.tree.leaves(operands[kernel.held])[0]
+    named = ("u8" if held.dtype == "uint8" else "f32") + "[" + ",".join(map(str, held.shape)) + "]"
+    found = report(compiled.as_text() or "", dump, named)
     return {"op": kernel.op, "architecture": architecture, **found, "limit": gpu.block_shared_memory}
 
 
-def report(hlo: str, dump: Path, pool: tuple[int, ...]) -> dict:
-    """What was compiled.
+def report(hlo: str, dump: Path, held: str) -> dict:
+    """What was compiled; ``held`` names the type of the pool, or of codes: 'f32[20,32,128,128]'.
 
     Returns:
       registers per thread, spilled bytes, shared_memory (bytes of a block) and tensor_core (instructions) of
-      the machine code; copies: operations of the program that make another array of the pool's shape;
+      the machine code; copies: operations of the program that make another array of the held one's shape;
       in_place: whether the kernel writes the pool where it is.
     """
     assembler, resources, code = (
@@ -125,8 +127,7 @@ def report(hlo: str, dump: Path, pool: tuple[int, ...]) -> dict:
     def numbers(pattern: str, text: str) -> list[int]:
         return [int(x) for x in re.findall(pattern, text)]
 
-    shape = re.escape("f32[" + ",".join(map(str, pool)) + "]")
-    made = re.findall(rf"= {shape}\S* (\S+?)\(", hlo)
+    made = re.findall(rf"= {re.escape(held)}\S* (\S+?)\(", hlo)
     return {
         "registers": max(numbers(r"Used (\d+) registers", assembler)),
         "spilled": sum(numbers(r"(\d+) bytes spill", assembler)),
@@ -149,8 +150,11 @@ def main() -> int:
 
         for kernel in KERNELS:
             wanted = not options.only or kernel.op in options.only.split(",")
-            if wanted and options.architecture in kernel.compiles:
-                print(json.dumps(compile_kernel(kernel, options.architecture, Path(dump))), flush=True)
+            if not wanted or options.architecture not in kernel.compiles:
+                continue
+            for operands in (kernel.operands, *kernel.others):
+                found = compile_kernel(kernel, operands, options.architecture, Path(dump))
+                print(json.dumps(found), flush=True)
     return 0
 
 

@@ -1,4 +1,4 @@
-"""The recurrent kernels: where they are, on which GPUs they ran, and operands to compile them for."""
+"""The kernels: where they are, on which GPUs they ran, and operands to compile them for."""
 
 import dataclasses
 import importlib
@@ -8,7 +8,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hybridjax.pallas_kernels.nvfp4.kernel import Tuning as NVFP4Tuning
 from hybridjax.pallas_kernels.state_update import Tuning
+from hybridjax.quantization import NVFP4
 
 SIZE, HEADS, KEY_HEADS, VALUE_HEADS = 128, 32, 16, 48
 
@@ -23,8 +25,11 @@ class Kernel:
       ran: architectures on which it was compared with the definition and timed.
       compiles: architectures that it is compiled for in tests, without a GPU.
       operands: by name, at a shape of a released model; ``options`` are static.
+      others: operands of other shapes that it is compiled for.
       variants: static options to try when tuning.
+      held: the operand that the program must not copy.
       writes: whether it updates the pool, which is then donated.
+      tensor_cores: whether it multiplies on them.
       spills: bytes that its code may spill, as counted by ``aot.report``.
     """
 
@@ -32,10 +37,13 @@ class Kernel:
     target: str
     ran: tuple[str, ...]
     compiles: tuple[str, ...]
-    operands: dict[str, jax.ShapeDtypeStruct]
+    operands: dict[str, Any]
     options: dict[str, Any]
+    others: tuple[dict[str, Any], ...] = ()
     variants: tuple[dict[str, Any], ...] = ()
+    held: str = "pool"
     writes: bool = True
+    tensor_cores: bool = False
     spills: int = 0
 
     def function(self) -> Callable[..., Any]:
@@ -86,6 +94,31 @@ def _gated_delta(*rows: int) -> dict[str, Any]:
     }
 
 
+def _nvfp4(*shape: int) -> NVFP4:
+    """Stacked or single matrices [..., N, K] whose rows have global scales of their own."""
+    *stack, rows, columns = shape
+    arrays: dict[str, Any] = {
+        "codes": _of(jnp.uint8, *stack, rows, columns // 2),
+        "scales": _of(jnp.float8_e4m3fn, *stack, rows, columns // 16),
+        "global_scale": _of(jnp.float32, *stack, rows),
+    }
+    return NVFP4(**arrays)
+
+
+def _dense(rows: int, columns: int, features: int) -> dict[str, Any]:
+    return {"x": _of(jnp.bfloat16, rows, columns), **vars(_nvfp4(features, columns))}
+
+
+def _experts(rows: int) -> dict[str, Any]:
+    return {
+        "x": _of(jnp.bfloat16, rows, 2560),
+        "ids": _of(jnp.int32, rows, 10),
+        "weights": _of(jnp.float32, rows, 10),
+        "gate_up": _nvfp4(512, 1280, 2560),
+        "down": _nvfp4(512, 2560, 640),
+    }
+
+
 KERNELS = (
     Kernel(
         op="simple_gla_decode",
@@ -120,6 +153,7 @@ KERNELS = (
             **_simple_gla(_TOKENS),
             **_PREFILL,
         },
+        tensor_cores=True,
         options={"scale": SIZE**-0.5},
         variants=tuple(
             {"columns": columns, "stages": stages} for columns, stages in ((32, 2), (32, 3), (32, 4), (64, 3))
@@ -134,6 +168,7 @@ KERNELS = (
             **_gated_delta(_TOKENS),
             **_PREFILL,
         },
+        tensor_cores=True,
         options={},
         variants=tuple({"stages": stages} for stages in (2, 3)),
         spills=512,  # addresses that three warpgroups of 168 registers each keep over the loop
@@ -147,6 +182,7 @@ KERNELS = (
             **_simple_gla(_ROWS, _NODES),
             **_VERIFY,
         },
+        tensor_cores=True,
         options={"scale": SIZE**-0.5},
         writes=False,
     ),
@@ -159,6 +195,7 @@ KERNELS = (
             **_gated_delta(_ROWS, _NODES),
             **_VERIFY,
         },
+        tensor_cores=True,
         options={},
         writes=False,
     ),
@@ -178,6 +215,48 @@ KERNELS = (
         },
         options={},
         variants=_TUNINGS,
+    ),
+    Kernel(
+        op="nvfp4_w4a16",
+        target="hybridjax.pallas_kernels.nvfp4.dense:w4a16",
+        ran=("sm_90",),
+        compiles=("sm_90a", "sm_100a", "sm_120a"),
+        operands=_dense(1, 4096, 32768),
+        options={},
+        others=(
+            _dense(8, 16384, 4096),
+            _dense(16, 4096, 4096),
+            _dense(32, 4096, 4096),
+            _dense(64, 4096, 16384),
+        ),
+        variants=tuple(
+            {"tuning": NVFP4Tuning(*numbers)}
+            for numbers in (
+                *((64, 1, stages) for stages in (2, 3, 4, 6)),
+                *((64, splits, 3) for splits in (2, 4, 8)),
+                *((128, splits, stages) for splits in (1, 2, 4) for stages in (3, 5)),
+            )
+        ),
+        held="codes",
+        writes=False,
+        tensor_cores=True,
+    ),
+    Kernel(
+        op="nvfp4_experts",
+        target="hybridjax.pallas_kernels.nvfp4.grouped:experts",
+        ran=("sm_90",),
+        compiles=("sm_90a", "sm_100a", "sm_120a"),
+        operands=_experts(1),
+        options={},
+        others=(_experts(64), _experts(2048)),
+        variants=tuple(
+            {"tunings": (NVFP4Tuning(64, splits, stages), NVFP4Tuning(64, 1, 1))}
+            for splits in (1, 2, 5)
+            for stages in (2, 4)
+        ),
+        held="gate_up",
+        writes=False,
+        tensor_cores=True,
     ),
 )
 

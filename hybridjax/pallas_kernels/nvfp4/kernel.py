@@ -1,0 +1,227 @@
+"""x W^T with NVFP4 weights in the checkpoint's layout, for up to 64 tokens at a time, dense and grouped."""
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from hybridjax.ops.dispatch import architecture
+from hybridjax.ops.nvfp4 import MOST_ROWS, divides
+from hybridjax.pallas_kernels.nvfp4 import emit
+from hybridjax.pallas_kernels.nvfp4.fragment import CHUNK, ROWS, TOKENS, Stage
+from hybridjax.pallas_kernels.state_update import multiprocessors, swizzled
+from hybridjax.quantization import decode
+
+COLUMNS = 256  # of a tiled stage: rows of 128 bytes
+_FEW = 16  # tokens up to which codes are the larger part of a stage
+_STAGES = 4
+_SUMS = plgpu.Layout.MMA_ACC(jnp.bfloat16)
+_SWIZZLED_LINES = (plgpu.SwizzleTransform(128),)  # pyright: ignore[reportAbstractUsage]
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuning:
+    """How a product is divided.
+
+    Attributes:
+      rows: of the weights per program, 64 or 128.
+      splits: programs that share the columns of a row; their sums are added afterwards.
+      stages: of 256 columns in shared memory per program.
+    """
+
+    rows: int
+    splits: int
+    stages: int
+
+
+def shared_memory() -> int:
+    """Bytes of a multiprocessor that its programs may share."""
+    return 98 * 1024 if architecture() in ("sm_120", "sm_121") else 220 * 1024
+
+
+def _stage_bytes(rows: int, tokens: int) -> int:
+    room = 1 if tokens == 1 else -(-tokens // TOKENS) * TOKENS
+    return rows * (COLUMNS // 2 + COLUMNS // 16) + room * COLUMNS * 2
+
+
+def default_tuning(tokens: int, columns: int, features: int, blocks: int, processors: int) -> Tuning:
+    """About four programs of 64 rows per multiprocessor, or two of 128 where there are many tokens.
+
+    Many tokens make x the larger part of a stage, so more rows share it.
+    """
+    if columns % COLUMNS:
+        return Tuning(ROWS, 1, 1)
+    rows, resident = ROWS, 4
+    if tokens > _FEW and features % (2 * ROWS) == 0 and 2 * _stage_bytes(2 * ROWS, tokens) <= shared_memory():
+        rows, resident = 2 * ROWS, 2
+    steps, programs = columns // COLUMNS, features // rows * blocks
+    wanted = min(resident * processors // programs, steps // 2)
+    splits = max([n for n in range(1, wanted + 1) if steps % n == 0], default=1)
+    stages = shared_memory() // resident // _stage_bytes(rows, tokens)
+    return Tuning(rows, splits, max(2, min(_STAGES, stages)))
+
+
+def product(
+    x: jax.Array,
+    codes: jax.Array,
+    scales: jax.Array,
+    global_scale: jax.Array,
+    expert: jax.Array,
+    active: jax.Array,
+    *,
+    tokens: int,
+    share: int,
+    out_dtype: Any,
+    tuning: Tuning | None = None,
+    interpret: Any = None,
+) -> jax.Array:
+    """Blocks of tokens, each times the matrix of one expert.
+
+    Args:
+      x: bfloat16[rows, K].
+      codes: uint8[E, N, K / 2]; scales: float8_e4m3fn[E, N, K / 16]; global_scale: float32[E, N].
+      expert: int32[blocks], -1 for a block that is not wanted.
+      active: int32[1]; blocks from here on are not wanted either.
+      tokens: per block, up to 64.
+      share: how many consecutive blocks multiply the same tokens: block b has rows b // share * tokens on.
+      out_dtype: of the result where nothing is left to be summed; float32 otherwise.
+      tuning: None for the default.
+      interpret: an InterpretGPUParams of Pallas to run on a CPU.
+
+    Returns:
+      [splits, blocks * tokens, N] to be summed over the splits; rows of other blocks are undefined.
+
+    Raises:
+      ValueError: sizes that are not whole tiles.
+    """
+    columns, features = x.shape[1], codes.shape[1]
+    if tokens > MOST_ROWS or not divides(features, columns):
+        raise ValueError(f"no tiles for {tokens} rows of {columns} values and {features} features")
+    blocks = expert.shape[0]
+    if tuning is None:
+        tuning = default_tuning(tokens, columns, features, blocks, multiprocessors())
+    tiled = columns % COLUMNS == 0
+    width = COLUMNS if tiled else columns
+    stage = Stage(tuning.rows, tokens, width // CHUNK, tiled)
+    steps = columns // width // tuning.splits
+    stages = min(tuning.stages, steps)
+    room = stage.token_tiles * TOKENS
+    out_dtype = out_dtype if tuning.splits == 1 else jnp.float32
+    shapes: dict[str, tuple[int, ...]] = {
+        "codes": (stage.rows, stage.code_row),
+        "scales": (stage.rows, stage.scale_row),
+    }
+    if not tiled:
+        # Whole rows are one run of bytes, and copied as lines of 128.
+        codes, scales = (y.reshape(y.shape[0], -1, 128) for y in (codes, scales))
+        shapes = {name: (shape[0] * shape[1] // 128, 128) for name, shape in shapes.items()}
+    swizzles = {"codes": swizzled(128, 1) if tiled else (), "scales": (), "x": _SWIZZLED_LINES}
+    shapes["x"] = (stage.chunks, stage.token_lines, CHUNK)
+    if tokens == 1:
+        swizzles["x"], shapes["x"] = (), (stage.chunks, CHUNK)
+        x = x.reshape(x.shape[0], -1, CHUNK)
+    copies = 3 if tokens == 1 else 2 + stage.chunks
+
+    def kernel(x_ref, codes_ref, scales_ref, global_ref, expert_ref, active_ref, out_ref, *scratch):
+        codes_smem, scales_smem, x_smem, barriers = scratch
+        block, tile = jax.lax.axis_index("block"), jax.lax.axis_index("tile")
+        split = jax.lax.axis_index("split")
+        chosen = expert_ref[block]
+
+        def fetch(step):
+            slot, at = jax.lax.rem(step, jnp.int32(stages)), split * steps + step
+
+            def copy(source, target):
+                plgpu.copy_gmem_to_smem(source, target, barriers.at[slot])
+
+            for source, target in ((codes_ref, codes_smem), (scales_ref, scales_smem)):
+                lines, wide = target.shape[1:]
+                copy(source.at[chosen, pl.ds(tile * lines, lines), pl.ds(at * wide, wide)], target.at[slot])
+            row = jax.lax.div(block, jnp.int32(share)) * tokens
+            if tokens == 1:
+                copy(x_ref.at[row, pl.ds(at * stage.chunks, stage.chunks)], x_smem.at[slot])
+                return
+            for chunk in range(stage.chunks):
+                place = pl.ds((at * stage.chunks + chunk) * CHUNK, CHUNK)
+                copy(x_ref.at[pl.ds(row, tokens), place], x_smem.at[slot, chunk, pl.ds(0, tokens)])
+
+        def accumulate(slot, sums):
+            if interpret is not None:
+                return sums + _interpreted(stage, codes_smem[slot], scales_smem[slot], x_smem[slot])
+
+            @plgpu.inline_mgpu(
+                arg_types=(plgpu.Layout.WG_SPLAT, *map(plgpu.RefType, swizzles.values()), _SUMS),
+                return_type=plgpu.ShapeDtypeStruct((stage.rows, room), jnp.float32, layout=_SUMS),
+            )
+            def multiply(ctx, *operands):
+                del ctx
+                return emit.multiply(stage, *operands)
+
+            return multiply(slot, codes_smem, scales_smem, x_smem, sums)
+
+        def body(step, sums):
+            slot = jax.lax.rem(step, jnp.int32(stages))
+            plgpu.barrier_wait(barriers.at[slot])
+            if stages < steps:
+                plgpu.commit_smem()  # no warp reads the slot of the step before any more
+
+                @pl.when(step + stages - 1 < steps)
+                def _():
+                    fetch(step + stages - 1)
+
+            return accumulate(slot, sums)
+
+        def store(sums):
+            row = tile * stage.rows
+            if interpret is not None:
+                scale = global_ref[chosen, pl.ds(row, stage.rows)]
+                out = (sums * scale[:, None]).T[:tokens].astype(out_ref.dtype)
+                out_ref[split, pl.ds(block * tokens, tokens), pl.ds(row, stage.rows)] = out
+                return
+
+            @plgpu.inline_mgpu(
+                arg_types=(*[plgpu.Layout.WG_SPLAT] * 3, plgpu.RefType(), plgpu.RefType(), _SUMS)
+            )
+            def write(ctx, *operands):
+                del ctx
+                return emit.store(stage, features, *operands)
+
+            write((split * blocks + block) * tokens, row, chosen, global_ref, out_ref, sums)
+
+        @pl.when((chosen >= 0) & (block < active_ref[0]))
+        def _():
+            for step in range(stages if stages == steps else stages - 1):
+                fetch(jnp.int32(step))
+            zeros = plgpu.layout_cast(jnp.zeros((stage.rows, room), jnp.float32), _SUMS)
+            store(jax.lax.fori_loop(0, steps, body, zeros))
+
+    kernel.__name__ = f"nvfp4_product_{tokens}"
+    dtypes = {"codes": codes.dtype, "scales": scales.dtype, "x": x.dtype}
+    return plgpu.kernel(
+        kernel,
+        out_type=jax.ShapeDtypeStruct((tuning.splits, blocks * tokens, features), out_dtype),
+        grid=(blocks, tuning.splits, features // stage.rows),
+        grid_names=("block", "split", "tile"),
+        scratch_types=[
+            *(
+                plgpu.SMEM((stages, *shapes[name]), dtype, transforms=swizzles[name])
+                for name, dtype in dtypes.items()
+            ),
+            plgpu.Barrier(num_arrivals=copies, num_barriers=stages),
+        ],
+        # All threads take part in what this kernel waits for; a barrier before every copy is not needed.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
+        interpret=interpret,
+    )(x, codes, scales, global_scale, expert, active)
+
+
+def _interpreted(stage: Stage, codes, scales, x) -> jax.Array:
+    """The products of a slot where no instructions can be emitted."""
+    codes, scales = codes.reshape(stage.rows, stage.code_row), scales.reshape(stage.rows, stage.scale_row)
+    x = x.reshape(stage.chunks, stage.token_lines, CHUNK).swapaxes(0, 1).reshape(stage.token_lines, -1)
+    x = jax.lax.slice_in_dim(x.astype(jnp.float32), 0, stage.tokens)
+    tokens = jnp.pad(x, ((0, stage.token_tiles * TOKENS - stage.tokens), (0, 0)))
+    return decode(codes, scales) @ tokens.T
