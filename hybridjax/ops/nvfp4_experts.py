@@ -10,11 +10,12 @@ import jax
 import jax.numpy as jnp
 
 from hybridjax.ops.dispatch import Op, einsum_f32, platform
-from hybridjax.ops.experts import block_size, combine, lay_out
+from hybridjax.ops.experts import block_size, combine, experts_blocked, lay_out
 from hybridjax.ops.nvfp4 import kernel_fits
 from hybridjax.quantization import NVFP4, decode
 
-_GATHER_BYTES = 2**28  # of decoded weights that a product per choice may make
+_GATHER_BYTES = 2**28  # of weights in float32 that a product per choice may make
+_DECODED_BYTES = 2**25  # of all experts in float32 that are decoded in each step
 
 
 def _take(weight: NVFP4, experts: jax.Array) -> NVFP4:
@@ -89,10 +90,22 @@ def _hopper(x, ids, weights, gate_up: NVFP4, down: NVFP4) -> bool:
     return all(kernel_fits(x.dtype, rows, 2 * half) for _, rows, half in (wide, narrow))
 
 
+def _decoded(x, ids, weights, gate_up, down):
+    """All experts decoded first, global scales included: where they are few and small, as in tests."""
+
+    def whole(weight: NVFP4) -> jax.Array:
+        return decode(weight.codes, weight.scales) * weight.global_scale[..., None]
+
+    return experts_blocked(x, ids, weights, whole(gate_up), whole(down))
+
+
 def choose(x, ids, weights, gate_up: NVFP4, down: NVFP4) -> str:
-    """The XLA form for such shapes: a gather while what it decodes stays small."""
-    decoded = ids.size * 2 * (gate_up.codes[0].size + down.codes[0].size) * x.dtype.itemsize
-    return "gather" if platform() == "gpu" and decoded <= _GATHER_BYTES else "blocked"
+    """The XLA form for such shapes: on GPUs a gather, elsewhere all experts, while what they decode is small."""
+    everything = 2 * (gate_up.codes.size + down.codes.size) * 4
+    if platform() != "gpu":
+        return "decoded" if everything <= _DECODED_BYTES else "blocked"
+    chosen = everything // gate_up.codes.shape[0] * ids.size
+    return "gather" if chosen <= _GATHER_BYTES else "blocked"
 
 
 def _automatic(*args):
@@ -106,3 +119,4 @@ nvfp4_experts.register(
 nvfp4_experts.register("xla", _automatic)
 nvfp4_experts.register("gather", _gather)
 nvfp4_experts.register("blocked", _blocked)
+nvfp4_experts.register("decoded", _decoded)

@@ -10,7 +10,7 @@ from hybridjax.ops.nvfp4_experts import choose
 from hybridjax.quantization import NVFP4, dequantize, quantize
 
 HIDDEN, WIDTH = 64, 32
-FORMS = ["reference", "gather", "blocked"]
+FORMS = ["reference", "gather", "blocked", "decoded"]
 
 
 def normal(seed, *shape, dtype=jnp.float32):
@@ -114,10 +114,12 @@ def test_padding_is_zero_whatever_it_holds(implementation):
     np.testing.assert_array_equal(got, want)
 
 
-def test_a_cpu_goes_block_by_block():
+def test_a_cpu_decodes_small_experts_at_once_and_others_block_by_block(monkeypatch):
     args, _ = experts_case(5, 12, 5, 2)
-    assert nvfp4_experts.select(*args) == "xla" and choose(*args) == "blocked"
-    np.testing.assert_array_equal(nvfp4_experts(*args), nvfp4_experts(*args, implementation="blocked"))
+    for limit, name in ((2**25, "decoded"), (2**10, "blocked")):
+        monkeypatch.setattr("hybridjax.ops.nvfp4_experts._DECODED_BYTES", limit)
+        assert nvfp4_experts.select(*args) == "xla" and choose(*args) == name
+        np.testing.assert_array_equal(nvfp4_experts(*args), nvfp4_experts(*args, implementation=name))
 
 
 def test_gradients_reach_the_activations_of_a_product():
