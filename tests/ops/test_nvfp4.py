@@ -117,7 +117,7 @@ def test_padding_is_zero_whatever_it_holds(implementation):
 def test_a_cpu_decodes_small_experts_at_once_and_others_block_by_block(monkeypatch):
     args, _ = experts_case(5, 12, 5, 2)
     for limit, name in ((2**25, "decoded"), (2**10, "blocked")):
-        monkeypatch.setattr("hybridjax.ops.nvfp4_experts._DECODED_BYTES", limit)
+        monkeypatch.setitem(choose.__globals__, "_DECODED_BYTES", limit)
         assert nvfp4_experts.select(*args) == "xla" and choose(*args) == name
         np.testing.assert_array_equal(nvfp4_experts(*args), nvfp4_experts(*args, implementation=name))
 
