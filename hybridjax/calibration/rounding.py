@@ -123,7 +123,7 @@ def round_layer(
         value = parameters[(*path, "weight", "value")]
         inputs = None if seen is None else seen.linears[path]
         found = round_matrix(value[_rows(entries)], inputs, jnp.asarray(True), **options)
-        rows = 0 if seen is None else seen.rows
+        rows = None if seen is None else seen.rows
         scale = _input_scale(entries[0].name, None if inputs is None else inputs.largest, settings)
         modules += _linear_results(weights, entries, found, scale, rows, settings)
     for path, entries in plan.experts.items():
@@ -166,7 +166,7 @@ def _linear_results(
     entries: Sequence[TensorEntry],
     found: Rounded,
     scale: float | None,
-    rows: int,
+    rows: int | None,
     settings: Settings,
 ) -> list[Module]:
     """Adds the weights of one matrix's tensors, and says what each cost."""
