@@ -100,7 +100,7 @@ def _decoded(x, ids, weights, gate_up, down):
 
 
 def choose(x, ids, weights, gate_up: NVFP4, down: NVFP4) -> str:
-    """The XLA form for such shapes: a gather on GPUs, all experts elsewhere, while what is decoded is small."""
+    """The XLA form for such shapes: a gather on GPUs, all experts elsewhere, while little is decoded."""
     everything = 2 * (gate_up.codes.size + down.codes.size) * 4
     if platform() != "gpu":
         return "decoded" if everything <= _DECODED_BYTES else "blocked"
