@@ -9,6 +9,7 @@ import pytest
 
 from hybridjax.batch import TILE
 from hybridjax.ops import block_attention
+from hybridjax.ops.dispatch import assume
 
 block_attention_module = importlib.import_module("hybridjax.ops.block_attention")
 GROUPS, PER_GROUP, WIDTH, PAGE = 2, 3, 8, 64
@@ -123,6 +124,13 @@ def test_the_listed_form_masks_in_front_and_gathers_behind():
     np.testing.assert_array_equal(out[: 2 * TILE], tiled[: 2 * TILE])
     np.testing.assert_array_equal(out[2 * TILE :], case.attend("reference")[2 * TILE :])
     np.testing.assert_array_equal(out, short_lists(30, columns=100).attend("xla_listed"))
+
+
+@pytest.mark.parametrize("machine, chosen", [("cpu", "xla_listed"), ("sm_90", "xla_tiled")])
+def test_only_a_cpu_gathers_for_tiles(machine, chosen):
+    with assume(machine):
+        assert block_attention.select(tiled=True) == chosen
+        assert block_attention.select(tiled=False) == "reference"
 
 
 def test_the_listed_form_in_small_pieces_changes_little(monkeypatch):

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from hybridjax.batch import TILE
 from hybridjax.ops import SharedBlocks, index_selection, select_index_blocks
+from hybridjax.ops.dispatch import assume
 
 choose_by_sorting, choose_by_threshold = (
     jax.jit(choose, static_argnames=("block_size", "top_k"))
@@ -109,6 +110,12 @@ def test_pages_chosen_before_blocks_lose_none(seed, span, ratio):
         got = indexed.select(q, [0] * TILE, positions, implementation="xla_causal", **options)
     want = indexed.select(q, [0] * TILE, positions, implementation="xla_tiled", **options)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("machine, chosen", [("cpu", "xla_causal"), ("sm_90", "xla_threshold")])
+def test_only_a_cpu_chooses_pages_first(machine, chosen):
+    with assume(machine):
+        assert select_index_blocks.select(tiled=True) == chosen
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from hybridjax.batch import TILE
 from hybridjax.configs import SparseConfig
 from hybridjax.ops import block_attention, infllm, select_blocks, update_compressed
+from hybridjax.ops.dispatch import assume
 from hybridjax.ops.infllm import choose_blocks, compress_block
 
 GROUPS, PER_GROUP, WIDTH = 2, 3, 8
@@ -181,6 +182,12 @@ def test_tiled_selection_equals_the_row_by_row_definition(implementation, segmen
     want = select_blocks(*arguments, scale=SCALE, tiled=True, implementation="reference")
     got = select_blocks(*arguments, scale=SCALE, tiled=True, implementation=implementation)
     np.testing.assert_array_equal(got, want)
+
+
+@pytest.mark.parametrize("machine, chosen", [("cpu", "xla_causal"), ("sm_90", "xla_tiled")])
+def test_only_a_cpu_walks_segments(machine, chosen):
+    with assume(machine):
+        assert select_blocks.select(tiled=True) == chosen
 
 
 def test_scores_by_segments_do_not_depend_on_the_page_table(monkeypatch):
