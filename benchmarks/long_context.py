@@ -32,8 +32,12 @@ from hybridjax.serving.runner import ModelRunner
 from hybridjax.serving.sizing import pool_sizes
 
 
-def make_engine(name: str, length: int, layers: int, share: float) -> tuple[Engine, int]:
+def make_engine(
+    name: str, length: int, layers: int, share: float, *, deterministic: bool = False
+) -> tuple[Engine, int]:
     """An engine for prompts of this length, whatever length the model was trained for.
+
+    deterministic: all steps have the largest shape, so there are two programs to compile.
 
     Returns:
       the engine, and the bytes of its weights and state pools.
@@ -45,6 +49,7 @@ def make_engine(name: str, length: int, layers: int, share: float) -> tuple[Engi
         max_total_tokens=2 * length,
         max_prefill_share=share,
         num_continuous_decode_steps=4,
+        enable_deterministic_inference=deterministic,
     )
     if name == "full-shape":
         from benchmarks.model_steps import build, stack
@@ -192,10 +197,13 @@ def main() -> int:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--max-prefill-share", type=float, default=EngineConfig.max_prefill_share)
+    parser.add_argument("--deterministic", action="store_true", help="every step in the largest shape")
     args = parser.parse_args()
     print(environment(), flush=True)
     out: dict = {}
-    engine, known = make_engine(args.model, args.length, args.layers, args.max_prefill_share)
+    engine, known = make_engine(
+        args.model, args.length, args.layers, args.max_prefill_share, deterministic=args.deterministic
+    )
     with engine:
         parts = args.only.split(",")
         if "hit" in parts:

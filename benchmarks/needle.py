@@ -23,7 +23,6 @@ import numpy as np
 from benchmarks.common import environment, finish
 from benchmarks.long_context import make_engine
 from hybridjax.checkpoints import resolve
-from hybridjax.configs import EngineConfig
 from hybridjax.serving import Engine, RequestOutput, SamplingParams
 from hybridjax.text import load_tokenizer
 from hybridjax.training.config import DataConfig
@@ -192,7 +191,7 @@ def main() -> int:
         return np.array(tokenizer.encode(text, add_special_tokens=False), np.int32)
 
     rows = []
-    engine, _ = make_engine(args.model, max(lengths) + 1, 0, EngineConfig.max_prefill_share)
+    engine, _ = make_engine(args.model, max(lengths) + 1, 0, 1, deterministic=True)
     with engine:
         if args.filler == "text":
             data = load_prepared(Path(args.data))
