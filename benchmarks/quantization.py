@@ -120,7 +120,7 @@ def few_tokens(directory: Path, layer: int = 4) -> Iterator[dict[str, Any]]:
     columns = gate_up.shape[2]
     options = {"rule": "mse", "method": "gptq", "damping": 0.01, "ordering": "static"}
     rng = np.random.default_rng(0)
-    for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1, 2, 4, 8):
+    for share in (1 / 4, 1 / 2, 1, 1.25, 1.5, 2, 4, 8):
         ratios = []
         for expert in range(gate_up.shape[0]):
             x = rng.permutation(np.concatenate([x[(ids == expert).any(axis=1)] for x, ids in rows]))

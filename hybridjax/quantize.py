@@ -50,7 +50,7 @@ def build_parser() -> argparse.ArgumentParser:
         "--min-expert-tokens",
         type=readable_int,
         metavar="N",
-        help="experts that see fewer tokens are rounded (default: a quarter of their matrix's columns)",
+        help="experts that see fewer tokens are rounded (default: 1.5 for each column of their matrix)",
     )
     add("--group-size", type=int, default=16, help=argparse.SUPPRESS)
     add("--weights-only", action="store_true", help="write no input scales: activations stay as they are")
