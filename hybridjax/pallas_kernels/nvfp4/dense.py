@@ -21,8 +21,6 @@ def w4a16(x, codes, scales, global_scale, out_dtype=None, *, tuning: Tuning | No
         codes[None],
         scales[None],
         global_scale[None],
-        jnp.zeros((1,), jnp.int32),
-        jnp.ones((1,), jnp.int32),
         tokens=x.shape[0],
         share=1,
         out_dtype=dtype,

@@ -39,7 +39,7 @@ def experts(
     if alone is None:
         alone = ids.size <= _ALONE * count
     if alone:
-        size, expert, active = 1, ids.reshape(-1), jnp.full((1,), ids.size, jnp.int32)
+        size, expert, active = 1, ids.reshape(-1), None
         tokens, share = x, k
     else:
         largest = MOST_ROWS if shared_memory() > _LITTLE else MOST_ROWS // 2

@@ -69,8 +69,8 @@ def product(
     codes: jax.Array,
     scales: jax.Array,
     global_scale: jax.Array,
-    expert: jax.Array,
-    active: jax.Array,
+    expert: jax.Array | None = None,
+    active: jax.Array | None = None,
     *,
     tokens: int,
     share: int,
@@ -83,8 +83,8 @@ def product(
     Args:
       x: bfloat16[rows, K].
       codes: uint8[E, N, K / 2]; scales: float8_e4m3fn[E, N, K / 16]; global_scale: float32[E, N].
-      expert: int32[blocks], -1 for a block that is not wanted.
-      active: int32[1]; blocks from here on are not wanted either.
+      expert: int32[blocks], -1 for a block that is not wanted; None: one block of expert 0.
+      active: int32[1]; blocks from here on are not wanted either. None: there are none.
       tokens: per block, up to 64.
       share: how many consecutive blocks multiply the same tokens: block b has rows b // share * tokens on.
       out_dtype: of the result where nothing is left to be summed; float32 otherwise.
@@ -100,7 +100,8 @@ def product(
     columns, features = x.shape[1], codes.shape[1]
     if tokens > MOST_ROWS or not divides(features, columns):
         raise ValueError(f"no tiles for {tokens} rows of {columns} values and {features} features")
-    blocks = expert.shape[0]
+    choice = [y for y in (expert, active) if y is not None]
+    blocks = choice[0].shape[0] if choice else 1
     if tuning is None:
         tuning = default_tuning(tokens, columns, features, blocks, multiprocessors())
     tiled = columns % COLUMNS == 0
@@ -125,11 +126,11 @@ def product(
         x = x.reshape(x.shape[0], -1, CHUNK)
     copies = 3 if tokens == 1 else 2 + stage.chunks
 
-    def kernel(x_ref, codes_ref, scales_ref, global_ref, expert_ref, active_ref, out_ref, *scratch):
-        codes_smem, scales_smem, x_smem, barriers = scratch
+    def kernel(x_ref, codes_ref, scales_ref, global_ref, *refs):
+        *choice_refs, out_ref, codes_smem, scales_smem, x_smem, barriers = refs
         block, tile = jax.lax.axis_index("block"), jax.lax.axis_index("tile")
         split = jax.lax.axis_index("split")
-        chosen = expert_ref[block]
+        chosen = choice_refs[0][block] if choice_refs else jnp.int32(0)
 
         def fetch(step):
             slot, at = jax.lax.rem(step, jnp.int32(stages)), split * steps + step
@@ -191,12 +192,17 @@ def product(
 
             write((split * blocks + block) * tokens, row, chosen, global_ref, out_ref, sums)
 
-        @pl.when((chosen >= 0) & (block < active_ref[0]))
-        def _():
+        def run():
             for step in range(stages if stages == steps else stages - 1):
                 fetch(jnp.int32(step))
             zeros = plgpu.layout_cast(jnp.zeros((stage.rows, room), jnp.float32), _SUMS)
             store(jax.lax.fori_loop(0, steps, body, zeros))
+
+        if not choice_refs:
+            run()
+        else:
+            live = chosen >= 0
+            pl.when(live & (block < choice_refs[1][0]) if active is not None else live)(run)
 
     kernel.__name__ = f"nvfp4_product_{tokens}"
     dtypes = {"codes": codes.dtype, "scales": scales.dtype, "x": x.dtype}
@@ -215,7 +221,7 @@ def product(
         # All threads take part in what this kernel waits for; a barrier before every copy is not needed.
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(x, codes, scales, global_scale, expert, active)
+    )(x, codes, scales, global_scale, *choice)
 
 
 def _interpreted(stage: Stage, codes, scales, x) -> jax.Array:
