@@ -11,9 +11,9 @@ import numpy as np
 from flax import nnx
 
 from hybridjax.batch import Batch
-from hybridjax.calibration.selection import LayerPlan, module_at
+from hybridjax.calibration.selection import LayerPlan
 from hybridjax.calibration.streaming import Layer
-from hybridjax.models.base import Path
+from hybridjax.models.base import Path, module_at
 from hybridjax.ops.dispatch import einsum_f32
 
 _CHUNK = 256  # rows of an expert that are added at a time

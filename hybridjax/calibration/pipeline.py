@@ -10,6 +10,7 @@ import jax
 import numpy as np
 import tqdm
 
+from hybridjax import __version__
 from hybridjax.calibration import output, report
 from hybridjax.calibration.observe import observe
 from hybridjax.calibration.perplexity import Perplexity, measure
@@ -133,6 +134,7 @@ class Quantization:
             digest.update(np.int64(len(sample.ids)).tobytes() + sample.ids.tobytes())
         return {
             "format": _FORMAT,
+            "version": __version__,
             "checkpoint": fingerprint_of_files(self.stream.weights, self.source / "config.json"),
             "calibration text": digest.hexdigest(),
             "dtype": self.stream.model.dtype.name,

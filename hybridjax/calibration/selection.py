@@ -1,39 +1,19 @@
 """Which matrices of a model are quantised, and in which groups."""
 
 import dataclasses
-import fnmatch
 import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from flax import nnx
-
 from hybridjax.checkpoints.safetensors_file import SafetensorsFile
 from hybridjax.errors import ConfigError
 from hybridjax.layers.linear import Linear
 from hybridjax.layers.sparse_moe import DenseExperts
-from hybridjax.models.base import Path, TensorEntry
+from hybridjax.models.base import Path, TensorEntry, module_at
+from hybridjax.models.precision import kept_precise, matches
 from hybridjax.quantization import GROUP
 
-# What released NVFP4 checkpoints leave as it is (qwen4_exp 2.4), as far as a model has it. Routers, gates and
-# indexers decide between things, and small changes of theirs are no small errors.
-DEFAULT_SKIP: Mapping[str, tuple[str, ...]] = {
-    "MiniCPMSALA": ("model.embed_tokens", "lm_head"),
-    "Qwen4Exp": (
-        "*.embed_tokens",
-        "lm_head",
-        "mtp.*",
-        "model.visual.*",
-        "*.mlp.gate",
-        "*.mlp.shared_expert_gate",
-        "*hyper_connection*",
-        "*.ple.*",
-        "*.self_attn.indexer.*",
-        "*.linear_attn.in_proj_a",
-        "*.linear_attn.in_proj_b",
-    ),
-}
 _FUSED_EXPERTS = re.compile(r"(.*\.mlp\.experts\.)(gate_up|down)_proj")
 
 
@@ -74,20 +54,6 @@ class Plan:
         return [entry for layer in self.layers for entry in layer.entries]
 
 
-def skip_patterns(model: Any, extra: Sequence[str]) -> tuple[str, ...]:
-    """The patterns of an architecture and those of the user."""
-    for kind in type(model).__mro__:
-        if kind.__name__ in DEFAULT_SKIP:
-            return (*DEFAULT_SKIP[kind.__name__], *extra)
-    return ("*embed_tokens", "lm_head", *extra)
-
-
-def matches(name: str, patterns: Sequence[str]) -> bool:
-    """Whether a pattern is that of a tensor or of the module that it is the weight of."""
-    module = name.removesuffix(".weight")
-    return any(fnmatch.fnmatchcase(item, pattern) for pattern in patterns for item in (name, module))
-
-
 def make_plan(model: Any, weights: Mapping[str, SafetensorsFile], skip: Sequence[str]) -> Plan:
     """What is to be quantised.
 
@@ -104,7 +70,7 @@ def make_plan(model: Any, weights: Mapping[str, SafetensorsFile], skip: Sequence
     for name in shapes:
         if name.endswith(("weight_packed", "weight_scale_2")):
             raise ConfigError(f"{name} is there: the checkpoint is quantised to NVFP4 already")
-    patterns = skip_patterns(model, skip)
+    patterns = (*kept_precise(model), *skip)
     entries = type(model).checkpoint_entries(model.config, shapes | _apart(shapes, patterns))
     candidates: list[tuple[int, bool, Path, TensorEntry]] = []
     for entry in entries:
@@ -168,10 +134,3 @@ def _layer_plan(candidates: Sequence[tuple[bool, Path, TensorEntry]], patterns: 
         {path: tuple(sorted(held, key=lambda e: e.order)) for path, held in linears.items()},
         {path: tuple(sorted(held, key=lambda e: (e.path, e.order))) for path, held in experts.items()},
     )
-
-
-def module_at(module: Any, path: Path) -> nnx.Module | None:
-    """The module at a path below another; None: there is none, as where a table is not part of the model."""
-    for key in path:
-        module = module[key] if isinstance(key, int) else getattr(module, key, None)
-    return module

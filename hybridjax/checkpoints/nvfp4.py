@@ -16,7 +16,7 @@ from hybridjax.errors import CheckpointError
 from hybridjax.layers.linear import DenseWeight, Linear
 from hybridjax.layers.quantized import NVFP4Experts, NVFP4Weight, SplitWeight
 from hybridjax.layers.sparse_moe import DenseExperts
-from hybridjax.models.base import Path, TensorEntry
+from hybridjax.models.base import Path, TensorEntry, module_at
 from hybridjax.quantization import GROUP, NVFP4
 
 MODELOPT, COMPRESSED_TENSORS = "modelopt", "compressed-tensors"
@@ -101,7 +101,7 @@ def exchange_weights(model: Any, entries: Sequence[TensorEntry], names: Collecti
                 raise CheckpointError(
                     f"{entry.name} is in NVFP4, but its {entry.shape[1]} columns are no multiple of {GROUP}"
                 )
-        if isinstance(_module_at(model, path[:-1]), DenseExperts):
+        if isinstance(module_at(model, path[:-1]), DenseExperts):
             experts.setdefault(path[:-1], []).extend(held)
         else:
             _exchange_linear(model, path, held, names)
@@ -111,7 +111,7 @@ def exchange_weights(model: Any, entries: Sequence[TensorEntry], names: Collecti
 
 
 def _exchange_linear(model: Any, path: Path, entries: Sequence[TensorEntry], names: Collection[str]) -> None:
-    owner = _module_at(model, path[:-2])
+    owner = module_at(model, path[:-2])
     if not isinstance(owner, Linear) or path[-2:] != ("weight", "value"):
         raise CheckpointError(f"{entries[0].name} is in NVFP4, which only linear layers can be")
     dense = owner.weight
@@ -130,7 +130,7 @@ def _exchange_linear(model: Any, path: Path, entries: Sequence[TensorEntry], nam
 
 
 def _exchange_experts(model: Any, path: Path, entries: Sequence[TensorEntry], names: Collection[str]) -> None:
-    owner, dense = _module_at(model, path[:-1]), _module_at(model, path)
+    owner, dense = module_at(model, path[:-1]), module_at(model, path)
     count, hidden, intermediate = dense.down.shape
     plain = [entry.name for entry in entries if layout_of_weight(entry.name, names) is None]
     if plain or len(entries) != 3 * count:
@@ -176,7 +176,7 @@ def expand(model: Any, entries: Sequence[TensorEntry], names: Collection[str] | 
 
 def _expanded(model: Any, entry: TensorEntry, layout: str, shards: dict[Path, int]) -> Iterator[TensorEntry]:
     path, start = entry.path, entry.start
-    owner = _module_at(model, path[:-1])
+    owner = module_at(model, path[:-1])
     if isinstance(owner, SplitWeight):
         path = path[:-1]
         for number, part in enumerate(owner.parts):
@@ -231,12 +231,6 @@ def read_number(stored: np.ndarray, inverse: bool) -> np.float32:
     if not (0 < value < np.inf and 0 < out < np.inf):
         raise CheckpointError(f"the scale is {value}; it must be finite and above 0")
     return out
-
-
-def _module_at(model: Any, path: Path) -> Any:
-    for key in path:
-        model = model[key] if isinstance(key, int) else getattr(model, key, None)
-    return model
 
 
 def weights_in_nvfp4(model: Any) -> list[NVFP4Weight | NVFP4Experts]:

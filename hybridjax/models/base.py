@@ -68,6 +68,13 @@ class TensorEntry:
         return (self.index or 0, self.start)
 
 
+def module_at(module: Any, path: Path) -> Any:
+    """What is at a path below a module; None: nothing, as where a table is not part of the model."""
+    for key in path:
+        module = module[key] if isinstance(key, int) else getattr(module, key, None)
+    return module
+
+
 def tiles(entries: Sequence[TensorEntry], shape: tuple[int, ...]) -> bool:
     """Whether tensors, sorted by ``order``, fill a parameter of this shape: no gap, no overlap."""
     if all(entry.index is None for entry in entries):

@@ -11,7 +11,7 @@ from flax import nnx
 
 from hybridjax.errors import ConfigError
 from hybridjax.layers import DenseExperts, Linear
-from hybridjax.models.base import Path, TensorEntry, tiles
+from hybridjax.models.base import Path, TensorEntry, module_at, tiles
 from hybridjax.models.precision import kept_precise, matches
 from hybridjax.quantization import GROUP, straight_through
 
@@ -152,12 +152,8 @@ def _rounded(model: Any, parts: Mapping[Any, list[TensorEntry]]) -> frozenset[st
 
 def _is_matrix(model: Any, path: Path) -> bool:
     """Whether a parameter is the matrix of a linear layer or a stack of experts."""
-    owners = [model]
-    for key in path:
-        owner = owners[-1]
-        owners.append(owner[key] if isinstance(key, int) else getattr(owner, key, None))
-    linear = path[-2:] == ("weight", "value") and isinstance(owners[-3], Linear)
-    return linear or isinstance(owners[-2], DenseExperts)
+    linear = path[-2:] == ("weight", "value") and isinstance(module_at(model, path[:-2]), Linear)
+    return linear or isinstance(module_at(model, path[:-1]), DenseExperts)
 
 
 def count(tensors: Mapping[str, Any]) -> int:
