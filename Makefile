@@ -7,11 +7,12 @@ EXTRAS ?=
 ARGS ?=
 BIN := .venv/bin
 
-.PHONY: help venv serve test lint notebooks train bench interop clean
+.PHONY: help venv serve test aot lint notebooks train bench interop clean
 
 help:
 	@echo "make serve [MODEL=tiny-sala] [ARGS='--port 30000']   set up, then serve an OpenAI-compatible API"
 	@echo "make test                                            set up, then run the tests"
+	@echo "make aot                                             compile every kernel for GPUs that are not here"
 	@echo "make lint | notebooks | bench | clean"
 	@echo "make interop MODEL=DIR TORCH_PYTHON=/path/to/python  compare a checkpoint with transformers"
 	@echo "EXTRAS=cuda13 (or cuda12) installs the GPU build of JAX"
@@ -34,6 +35,15 @@ serve: .venv/serve.stamp
 
 test: .venv/dev.stamp
 	$(BIN)/python -m pytest -n auto --dist loadfile $(ARGS)
+
+# The compilers for GPUs stand beside the environment: inside it JAX would look for a GPU.
+.venv/aot.stamp: .venv/dev.stamp
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt --no-deps --target .venv/aot \
+	  jax-cuda13-plugin jax-cuda13-pjrt nvidia-cuda-nvcc nvidia-nvvm nvidia-cuda-nvdisasm
+	touch $@
+
+aot: .venv/aot.stamp
+	PYTHONPATH=.venv/aot $(BIN)/python -m pytest -n auto tests/pallas_kernels/test_ahead_of_time.py $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .
