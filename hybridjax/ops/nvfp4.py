@@ -11,7 +11,8 @@ from hybridjax.ops.dispatch import Op, architecture, einsum_f32
 from hybridjax.quantization import decode, pack, quantize_activations
 
 _FLOAT32 = jnp.dtype(jnp.float32)
-MOST_ROWS = 64  # of the GPU kernel
+BLOCK_ROWS = 64  # of x that the GPU kernel multiplies at a time
+_MOST_ROWS = 512  # up to which it is faster than decoding all weights to memory, by estimate
 
 
 def _w4a16(
@@ -78,8 +79,8 @@ def kernel_fits(dtype: jnp.dtype, features: int, columns: int) -> bool:
 
 
 def _hopper(x, codes, scales, global_scale, out_dtype=None) -> bool:
-    """Up to 64 rows: beyond, decoding all weights first costs little and leaves the product to XLA."""
-    return x.shape[0] <= MOST_ROWS and kernel_fits(x.dtype, codes.shape[0], x.shape[1])
+    """Few rows: for many, decoding all weights first costs little and leaves the product to XLA."""
+    return x.shape[0] <= _MOST_ROWS and kernel_fits(x.dtype, codes.shape[0], x.shape[1])
 
 
 def _blackwell(*args, **kwargs) -> bool:

@@ -39,7 +39,10 @@ def case(stage, slots, seed=0):
     lines = stage.token_lines
     x = rng.standard_normal((slots, stage.chunks, lines, 64)).astype(ml_dtypes.bfloat16)
     x[:, :, stage.tokens :] = np.nan  # never written
-    image = x.view(np.uint8).reshape(-1, 128)
+    image = x
+    if stage.full:
+        image = x.reshape(slots, stage.chunks, -1, 8, 64).swapaxes(1, 2)
+    image = np.ascontiguousarray(image).view(np.uint8).reshape(-1, 128)
     arrays = {
         "codes": swizzled(codes.reshape(-1, 128)) if stage.tiled else codes.reshape(-1),
         "scales": scales.reshape(-1),
@@ -57,6 +60,7 @@ def case(stage, slots, seed=0):
         fragment.Stage(rows=128, tokens=5, chunks=4, tiled=True),
         fragment.Stage(rows=64, tokens=16, chunks=4, tiled=True),
         fragment.Stage(rows=64, tokens=13, chunks=10, tiled=False),
+        fragment.Stage(rows=64, tokens=24, chunks=3, tiled=False),
         fragment.Stage(rows=64, tokens=1, chunks=3, tiled=False),
     ],
     ids=str,

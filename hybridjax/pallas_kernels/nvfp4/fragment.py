@@ -82,8 +82,9 @@ class Stage:
     """Weights and activations in shared memory; several such slots stand one behind the other.
 
     Tiled, a stage has 256 columns: codes [rows, 128] as the copy engine swizzles rows of 128 bytes. Otherwise
-    it has whole rows of a matrix as they are. Scales are [rows, 4 bytes per chunk], x [chunks, tokens up to a
-    multiple of 8, 64], swizzled likewise; of one token it is [chunks, 64], as it is.
+    it has whole rows of a matrix as they are. Scales are [rows, 4 bytes per chunk]. x, swizzled likewise, is
+    [token tiles, chunks, 8, 64] if all tiles are full, else [chunks, tokens up to a multiple of 8, 64].
+    Of one token it is [chunks, 64], as it is.
 
     Attributes:
       rows: of the weights, a multiple of 64.
@@ -100,6 +101,11 @@ class Stage:
     @property
     def token_tiles(self) -> int:
         return -(-self.tokens // TOKENS)
+
+    @property
+    def full(self) -> bool:
+        """Whether all token tiles are."""
+        return self.tokens % TOKENS == 0
 
     @property
     def token_lines(self) -> int:
@@ -175,7 +181,8 @@ class _Addresses:
     def load_x(self, m: Machine, chunk: int, tile: int, half: int) -> list:
         start, unit = self.x[tile]
         at = m.fused(m.apart(unit, 16 * half), 1, start)
-        return m.load("x", m.fused(at, 1, chunk * self.stage.token_lines * 128), 4)
+        lines = TOKENS if self.stage.full else self.stage.token_lines
+        return m.load("x", m.fused(at, 1, chunk * lines * 128), 4)
 
 
 def _addresses(m: Machine, stage: Stage, slot: Any, lane: Any, warp: Any) -> _Addresses:
@@ -189,11 +196,14 @@ def _addresses(m: Machine, stage: Stage, slot: Any, lane: Any, warp: Any) -> _Ad
     start = m.fused(slot, stage.chunks * stage.token_lines * 128, 0)
     x = []
     for tile in range(stage.token_tiles):
-        token = m.least(m.fused(m.right(lane, 2), 1, tile * TOKENS), stage.tokens - 1)
+        if stage.full:
+            token, lines = m.right(lane, 2), tile * stage.chunks * TOKENS
+        else:
+            token, lines = m.least(m.fused(m.right(lane, 2), 1, tile * TOKENS), stage.tokens - 1), 0
         unit = m.fused(quarter, 2, 0)
         if stage.tokens > 1:
             unit = m.apart(unit, m.both(token, 7))
-        x.append((m.fused(token, 128, start), m.fused(unit, 16, 0)))
+        x.append((m.fused(m.fused(token, 1, lines), 128, start), m.fused(unit, 16, 0)))
     return _Addresses(
         stage,
         codes=m.fused(slot, stage.rows * stage.code_row, m.fused(own, stage.code_row, 0)),

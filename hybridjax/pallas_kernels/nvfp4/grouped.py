@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hybridjax.ops.experts import block_size, combine, lay_out
-from hybridjax.ops.nvfp4 import MOST_ROWS
+from hybridjax.ops.nvfp4 import BLOCK_ROWS
 from hybridjax.pallas_kernels.nvfp4.kernel import Tuning, product, shared_memory
 from hybridjax.quantization import NVFP4
 
@@ -42,7 +42,7 @@ def experts(
         size, expert, active = 1, ids.reshape(-1), None
         tokens, share = x, k
     else:
-        largest = MOST_ROWS if shared_memory() > _LITTLE else MOST_ROWS // 2
+        largest = BLOCK_ROWS if shared_memory() > _LITTLE else BLOCK_ROWS // 2
         size = min(largest, max(_SMALLEST, block_size(ids.size, count)))
         layout = lay_out(ids, count, size)
         expert, active = layout.expert, layout.active.reshape(1)
