@@ -57,17 +57,19 @@ def grid(
         documents = read_documents(directory / f"{name}.jsonl", tokenizer)
         texts[name] = evenly(cut(documents, tokenizer, length), samples)
 
-    def costs(path: Path, activations: str) -> dict[str, Perplexity]:
+    def costs(path: Path, activations: str, base: dict[str, Perplexity]) -> dict[str, Perplexity]:
         return {
-            name: measure(path, text, dtype="float32", activations=activations)
+            name: measure(path, text, dtype="float32", activations=activations, against=base.get(name))
             for name, text in texts.items()
         }
 
     def row(name: str, found: dict[str, Perplexity], **fields: Any) -> dict[str, Any]:
         bits = {text: cost.bits_per_byte for text, cost in found.items()}
-        return {"model": model, "run": name, **fields, "bits_per_byte": bits}
+        apart = {text: cost.divergence for text, cost in found.items()}
+        return {"model": model, "run": name, **fields, "bits_per_byte": bits, "divergence": apart}
 
-    yield row("unquantised", costs(resolve(model), "w4a16"))
+    base = costs(resolve(model), "w4a16", {})
+    yield row("unquantised", base)
     for method, rule in runs:
         target = directory / f"{model}-{method}-{rule}"
         settings = Settings(method=method, rule=rule, samples=samples, length=length)
@@ -82,23 +84,23 @@ def grid(
             restart=True,
         ).quantize()
         for activations in ("w4a16", "w4a4"):
-            found = costs(target, activations)
+            found = costs(target, activations, base)
             yield row(f"{method} {rule}", found, activations=activations, fours=report["share_of_fours"])
 
 
 def table(rows: Sequence[dict[str, Any]]) -> str:
-    """Markdown: bits per byte, and in brackets what is lost."""
+    """Markdown: bits per byte, in brackets what is lost, and the divergence in nats per token."""
     base = rows[0]["bits_per_byte"]
-    names = list(base)
-    lines = [
-        f"| {rows[0]['model']} | activations | " + " | ".join(names) + " |",
-        "|---|---|" + "---|" * len(names),
-    ]
-    lines.append("| unquantised | | " + " | ".join(f"{base[name]:.4f}" for name in names) + " |")
+    heads = [f"{name}, {what}" for name in base for what in ("bits per byte", "divergence")]
+    lines = [f"| {rows[0]['model']} | activations | " + " | ".join(heads) + " |"]
+    lines += ["|---" * (2 + len(heads)) + "|"]
+    lines.append("| unquantised | | " + " | ".join(f"{value:.4f} | " for value in base.values()) + " |")
     for row in rows[1:]:
-        cells = [f"{row['bits_per_byte'][n]:.4f} (+{row['bits_per_byte'][n] - base[n]:.4f})" for n in names]
+        cells = []
+        for name, value in row["bits_per_byte"].items():
+            cells += [f"{value:.4f} ({value - base[name]:+.4f})", f"{row['divergence'][name]:.4f}"]
         lines.append(f"| {row['run']} | {row['activations'].upper()} | " + " | ".join(cells) + " |")
-    return "\n".join(lines).replace("(+-", "(-")
+    return "\n".join(lines)
 
 
 def few_tokens(directory: Path, layer: int = 4) -> Iterator[dict[str, Any]]:

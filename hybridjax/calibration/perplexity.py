@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from hybridjax.calibration.streaming import LayerStream
 from hybridjax.calibration.text import Sample, batches
 
@@ -17,11 +19,16 @@ class Perplexity:
     Attributes:
       tokens: that were predicted; bytes: of their text.
       nats: -ln p of them all.
+      hidden: the last layer's hidden states, per batch.
+      divergence: nats per token, the mean Kullback-Leibler divergence from the predictions of the model that
+        this one was compared with; None: with none.
     """
 
     tokens: int
     bytes: int
     nats: float
+    hidden: list[np.ndarray] = dataclasses.field(repr=False, default_factory=list)
+    divergence: float | None = None
 
     @property
     def perplexity(self) -> float:
@@ -39,6 +46,7 @@ def measure(
     *,
     dtype: Any = None,
     activations: str = "w4a16",
+    against: Perplexity | None = None,
     step: Callable[[], object] = lambda: None,
 ) -> Perplexity:
     """Predicts every token of the samples but the first of each.
@@ -48,6 +56,7 @@ def measure(
       samples: the text.
       dtype: of the computation; None: the checkpoint's.
       activations: "w4a16" or "w4a4", for weights in NVFP4.
+      against: what the same text costs the unquantised model, whose last parts this one must share.
       step: is called after every layer.
     """
     stream = LayerStream(directory, dtype, activations)
@@ -58,5 +67,10 @@ def measure(
         for i, tokens in enumerate(work):
             hidden[i] = layer(hidden[i], tokens.whole(), stream.ngram_rows(index, tokens))
         step()
-    nats = sum(stream.nats(h, tokens) for h, tokens in zip(hidden, work))
-    return Perplexity(sum(len(s.ids) - 1 for s in samples), sum(s.bytes for s in samples), nats)
+    nats = divergence = 0.0
+    for i, tokens in enumerate(work):
+        costs = stream.costs(hidden[i], tokens, None if against is None else against.hidden[i])
+        nats, divergence = nats + costs[0], divergence + costs[1]
+    count = sum(len(s.ids) - 1 for s in samples)
+    compared = None if against is None else divergence / count
+    return Perplexity(count, sum(s.bytes for s in samples), nats, hidden, compared)

@@ -158,6 +158,7 @@ class Quantization:
                     self.texts.evaluation,
                     dtype=self.dtype,
                     activations=activations,
+                    against=found.get("before"),
                     step=bar.update,
                 )
         content = content | {"perplexity": report.perplexities(found)}
@@ -202,27 +203,23 @@ class Quantization:
     def _quantize(self, step: Callable[[], object]) -> None:
         work = batches(self.texts.calibration)
         hidden: list[np.ndarray] = [self.stream.embed(tokens) for tokens in work]
-        last = max(index for index, layer in enumerate(self.plan.layers) if layer.entries)
         for index, plan in enumerate(self.plan.layers):
-            finished = index in self.work
-            # A layer before a missing one has to run, whether it is finished or not.
-            if index <= last and not (finished and self._all_done(index, last)):
+            if not self._nothing_left(index):
                 layer = self.stream.layer(index)
                 rows = [self.stream.ngram_rows(index, tokens) for tokens in work]
-                if plan.entries:
-                    parameters = layer.parameters()
-                    if not finished:
-                        inputs = [
-                            (h, tokens.whole(), r) for h, tokens, r in zip(hidden, work, rows, strict=True)
-                        ]
-                        seen = observe(layer, plan, inputs) if work else None
-                        self.work.save(index, *round_layer(parameters, plan, seen, self.settings))
-                    weights, _ = self.work.load(index)
-                    layer.update(dequantised(parameters, plan, weights))
-                for i, tokens in enumerate(work):
+                if plan.entries and index not in self.work:
+                    inputs = [(h, t.whole(), r) for h, t, r in zip(hidden, work, rows, strict=True)]
+                    seen = observe(layer, plan, inputs) if work else None
+                    self.work.save(index, *round_layer(layer.parameters(), plan, seen, self.settings))
+                needed = bool(work) and not self._nothing_left(index + 1)
+                if needed and plan.entries:
+                    # From the file also where it was rounded just now: so a resumed run sees the same.
+                    layer.update(dequantised(layer.parameters(), plan, self.work.load(index)[0]))
+                for i, tokens in enumerate(work if needed else ()):
                     hidden[i] = layer(hidden[i], tokens.whole(), rows[i])
             step()
 
-    def _all_done(self, index: int, last: int) -> bool:
-        later = (i for i in range(index, last + 1) if self.plan.layers[i].entries)
-        return all(i in self.work for i in later)
+    def _nothing_left(self, index: int) -> bool:
+        """Whether this layer and all behind it are finished."""
+        later = range(index, len(self.plan.layers))
+        return all(i in self.work for i in later if self.plan.layers[i].entries)

@@ -111,6 +111,7 @@ def perplexities(found: Mapping[str, Perplexity]) -> dict[str, Any]:
             "bytes": one.bytes,
             "perplexity": one.perplexity,
             "bits_per_byte": one.bits_per_byte,
+            "divergence": one.divergence,
         }
         for name, one in found.items()
     }
@@ -146,11 +147,14 @@ def table(report: Mapping[str, Any]) -> str:
             + ("" if row["method"] in ("gptq", "rtn") else f"  {row['method']}")
         )
     if report["perplexity"]:
-        lines += ["", f"{'held-out text':14}  perplexity  bits per byte  tokens"]
+        lines += ["", f"{'held-out text':14}  perplexity  bits per byte  divergence  tokens"]
         for name, found in report["perplexity"].items():
+            apart = "         -" if found["divergence"] is None else f"{found['divergence']:10.5f}"
             lines.append(
-                f"{name:14}  {found['perplexity']:10.4f}  {found['bits_per_byte']:13.4f}  {found['tokens']}"
+                f"{name:14}  {found['perplexity']:10.4f}  {found['bits_per_byte']:13.4f}  {apart}  "
+                f"{found['tokens']}"
             )
+        lines.append("divergence: nats per token (Kullback-Leibler) from the predictions before")
     return "\n".join(lines) + "\n"
 
 

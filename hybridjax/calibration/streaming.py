@@ -86,7 +86,7 @@ class LayerStream:
             return nnx.merge(graph, nnx.from_flat_state(known.items()))
 
         self._embed = jax.jit(lambda state, batch: with_ends(state).embed(batch))
-        self._nats = jax.jit(lambda state, *rows: _nats(with_ends(state), *rows))
+        self._costs = jax.jit(lambda state, *rows: _costs(with_ends(state), *rows))
 
     def _read(self, parameter: Parameter) -> nnx.Variable[Any]:
         return parameter.variable.replace(jax.device_put(read_parameter(parameter, self.weights, self._pool)))
@@ -131,20 +131,37 @@ class LayerStream:
         rows = np.concatenate([hashing.rows_numpy(ids) for ids in tokens.ids])
         return table.gather(rows).reshape(len(rows), -1)
 
-    def nats(self, hidden: np.ndarray, tokens: TokenBatch) -> float:
-        """The sum of -ln p over all tokens but each sequence's first, from the last hidden states."""
+    def costs(
+        self, hidden: np.ndarray, tokens: TokenBatch, reference: np.ndarray | None = None
+    ) -> tuple[float, float]:
+        """What predicting every token but each sequence's first costs, summed.
+
+        Args:
+          hidden: [N, D] the last layer's hidden states.
+          tokens: the batch.
+          reference: those of another model, to compare with.
+
+        Returns:
+          -ln p, and the Kullback-Leibler divergence from the reference's predictions (0 without one).
+        """
         count, length = tokens.ids.shape
         targets = np.zeros_like(tokens.ids)
         targets[:, :-1] = tokens.ids[:, 1:]
         scored = np.arange(length) < tokens.lengths[:, None] - 1
         rows = hidden.reshape(count, length, -1)
+        others = rows if reference is None else reference.reshape(count, length, -1)
         found = [
-            self._nats(self.ends, rows[i], targets[i], scored[i]) for i in range(count) if scored[i].any()
+            self._costs(self.ends, rows[i], others[i], targets[i], scored[i])
+            for i in range(count)
+            if scored[i].any()
         ]
-        return float(sum(map(float, found)))
+        return sum(float(nats) for nats, _ in found), sum(float(other) for _, other in found)
 
 
-def _nats(model: Any, hidden: jax.Array, targets: jax.Array, scored: jax.Array) -> jax.Array:
-    logits = model.logits(hidden)
-    chosen = jnp.take_along_axis(logits, targets[:, None], axis=1)[:, 0]
-    return jnp.sum(jnp.where(scored, jax.nn.logsumexp(logits, axis=1) - chosen, 0.0))
+def _costs(
+    model: Any, hidden: jax.Array, other: jax.Array, targets: jax.Array, scored: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    logs, known = (jax.nn.log_softmax(model.logits(h)) for h in (hidden, other))
+    chosen = jnp.take_along_axis(logs, targets[:, None], axis=1)[:, 0]
+    apart = jnp.sum(jnp.exp(known) * (known - logs), axis=1)
+    return -jnp.sum(jnp.where(scored, chosen, 0.0)), jnp.sum(jnp.where(scored, apart, 0.0))

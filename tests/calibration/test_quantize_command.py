@@ -13,7 +13,7 @@ from safetensors.numpy import save_file
 from hybridjax.calibration import Quantization, Settings
 from hybridjax.calibration.results import WorkDirectory
 from hybridjax.checkpoints import load_model
-from hybridjax.checkpoints.safetensors_file import SafetensorsFile
+from hybridjax.checkpoints.safetensors_file import SafetensorsFile, write_safetensors
 from hybridjax.errors import ConfigError
 from hybridjax.layers.quantized import NVFP4Experts, NVFP4Weight, SplitWeight
 from hybridjax.quantization import NVFP4, dequantize, quantize
@@ -255,10 +255,10 @@ def test_a_width_that_does_not_divide_is_named(tmp_path):
         elif "mlp.down" in name:
             tensors[name] = np.ascontiguousarray(tensors[name][:, :88])
     save_file(tensors, source / "model.safetensors", metadata={"format": "pt"})
-    run = {"calibration": write_text(tmp_path / "text.txt", 120)}
+    text = write_text(tmp_path / "text.txt", 120)
     with pytest.raises(ConfigError, match=r"mlp.down_proj.weight \[64, 88\] has 88 columns.* groups of 16"):
-        Quantization(source, tmp_path / "out", "modelopt", Settings(), **run)
-    Quantization(source, tmp_path / "out", "modelopt", Settings(skip=("*.down_proj",)), **run)
+        Quantization(source, tmp_path / "out", "modelopt", Settings(), calibration=text)
+    Quantization(source, tmp_path / "out", "modelopt", Settings(skip=("*.down_proj",)), calibration=text)
 
 
 def test_a_quantised_checkpoint_is_refused(dense, tmp_path):
@@ -282,3 +282,32 @@ def test_bfloat16_checkpoints(dense, tmp_path):
     name = "model.layers.0.mlp.gate_proj.weight"
     assert read(tmp_path / "out")[name].dtype == np.uint8
     assert read(tmp_path / "out")["model.norm.weight"].dtype == ml_dtypes.bfloat16
+
+
+def test_float8_experts_are_quantised_and_a_float8_table_is_copied(tmp_path):
+    source = model_with_tokenizer(tmp_path / "model", "qwen4_exp/text_mtp")
+    stored, meant = {}, {}
+    for name, value in read(source).items():
+        if ".experts." in name and not name.startswith("mtp."):
+            scale = np.float32(np.abs(value).max() / 448)
+            stored[name] = (value / scale).astype(ml_dtypes.float8_e4m3fn)
+            stored[name + "_scale_inv"] = np.full((1, 1), scale, np.float32)
+            meant[name] = stored[name].astype(np.float32) * scale
+        elif ".shard_" in name:
+            stored[name] = (value * 100).astype(ml_dtypes.float8_e4m3fn)
+            stored[name.partition("shard_")[0] + "weight_scale"] = np.full(1, 0.01, ml_dtypes.bfloat16)
+        else:
+            stored[name] = value
+    (source / "model.safetensors").unlink()
+    layout = {name: (value.dtype, value.shape) for name, value in stored.items()}
+    write_safetensors(source / "model.safetensors", layout, stored.__getitem__, {"format": "pt"})
+    settings = Settings(method="rtn", rule="static_6", weights_only=True)
+    Quantization(source, tmp_path / "out", "modelopt", settings, progress=False).quantize()
+    after = read(tmp_path / "out")
+    assert not any("scale_inv" in name for name in after)
+    name = "model.layers.2.mlp.experts.5.down_proj.weight"
+    assert after[name].tobytes() == np.asarray(quantize(jnp.asarray(meant[name]), "static_6").codes).tobytes()
+    for name, value in stored.items():
+        if ".ple." in name:
+            assert after[name].dtype == value.dtype and after[name].tobytes() == value.tobytes()
+    load_model(tmp_path / "out")

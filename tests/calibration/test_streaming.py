@@ -7,13 +7,13 @@ from calibration_fakes import GOLDENS
 
 from hybridjax.calibration.perplexity import measure
 from hybridjax.calibration.streaming import LayerStream
-from hybridjax.calibration.text import Sample
+from hybridjax.calibration.text import Sample, batches
 from hybridjax.checkpoints import load_model
 
 RNG = np.random.default_rng(1)
 
 
-@pytest.mark.parametrize("name", ["minicpm_sala/dense", "qwen4_exp/text_two_ple", "qwen4_exp/multimodal"])
+@pytest.mark.parametrize("name", ["minicpm_sala/dense", "qwen4_exp/multimodal"])
 def test_the_cost_of_a_text_is_that_of_the_whole_model(name):
     directory = GOLDENS / name
     samples = [Sample(RNG.integers(0, 90, n).astype(np.int32), 3 * n) for n in (70, 100, 128)]
@@ -30,6 +30,20 @@ def test_the_cost_of_a_text_is_that_of_the_whole_model(name):
     assert found.nats == pytest.approx(wanted, rel=1e-5)
     assert (found.tokens, found.bytes, len(steps)) == (295, 894, len(model.layers))
     assert found.bits_per_byte == pytest.approx(found.nats / 894 / np.log(2))
+
+
+def test_costs_are_counted_where_a_token_follows():
+    stream = LayerStream(GOLDENS / "minicpm_sala/dense")
+    model = load_model(GOLDENS / "minicpm_sala/dense")
+    (tokens,) = batches([Sample(RNG.integers(0, 90, n).astype(np.int32), n) for n in (20, 64)])
+    hidden, other = RNG.standard_normal((2, 128, 64)).astype(np.float32) * 5
+    logs, known = (np.asarray(jax.nn.log_softmax(model.logits(h)), np.float64) for h in (hidden, other))
+    rows = np.concatenate([np.arange(19), 64 + np.arange(63)])
+    targets = tokens.ids.reshape(-1)[rows + 1]
+    nats, divergence = stream.costs(hidden, tokens, other)
+    assert nats == pytest.approx(-logs[rows, targets].sum(), rel=1e-5)
+    assert divergence == pytest.approx((np.exp(known) * (known - logs))[rows].sum(), rel=1e-5)
+    assert divergence > 1 and stream.costs(hidden, tokens)[1] == 0
 
 
 def test_layers_of_one_kind_share_their_structure():
