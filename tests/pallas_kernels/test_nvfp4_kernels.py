@@ -103,7 +103,7 @@ def experts_case(seed, rows, count, k, hidden, width):
 
 @pytest.mark.usefixtures("no_races")
 @pytest.mark.parametrize("alone", [True, False])
-@pytest.mark.parametrize(("rows", "hidden", "width"), [(3, 256, 64), (12, 64, 128)])
+@pytest.mark.parametrize(("rows", "hidden", "width"), [(3, 256, 64), (12, 64, 128), (2, 256, 512)])
 def test_experts_are_those_of_the_definition(alone, rows, hidden, width):
     args, want = experts_case(5, rows, 4, 2, hidden, width)
     got = interpreted(experts)(*args, alone=alone)

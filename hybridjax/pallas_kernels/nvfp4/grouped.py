@@ -1,7 +1,8 @@
 """The implementation of ``nvfp4_experts``: two grouped products, see ``kernel``.
 
 Few choices are blocks of one token each, in the order of the ids: an expert that two tokens chose is read
-twice, but nothing has to be laid out. Otherwise blocks hold tokens of one expert each.
+twice, but nothing has to be laid out, and where it can the second product activates the results of the first
+itself: two kernels, and the sum over a token's choices. Otherwise blocks hold tokens of one expert each.
 """
 
 import functools
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 
 from hybridjax.ops.experts import block_size, combine, lay_out
 from hybridjax.ops.nvfp4 import BLOCK_ROWS
-from hybridjax.pallas_kernels.nvfp4.kernel import Tuning, product, shared_memory
+from hybridjax.pallas_kernels.nvfp4.kernel import Tuning, may_activate, product, shared_memory
 from hybridjax.quantization import NVFP4
 
 _ALONE = 0.375  # choices per expert up to which each is a block of its own
@@ -48,8 +49,8 @@ def experts(
         expert, active = layout.expert, layout.active.reshape(1)
         tokens, share = x[layout.row.reshape(-1)], 1
 
-    def through(tokens, weight: NVFP4, share: int, which: int) -> jax.Array:
-        out = product(
+    def through(tokens, weight: NVFP4, share: int, which: int, swiglu: bool = False) -> jax.Array:
+        return product(
             tokens,
             weight.codes,
             weight.scales,
@@ -59,12 +60,16 @@ def experts(
             tokens=size,
             share=share,
             out_dtype=jnp.float32,
+            swiglu=swiglu,
             tuning=tunings[which] if tunings else None,
             interpret=interpret,
         )
-        return jnp.sum(out, axis=0)
 
-    gate, up = jnp.split(through(tokens, gate_up, share, 0), 2, axis=1)
-    out = through((jax.nn.silu(gate) * up).astype(x.dtype), down, 1, 1)
+    hidden = through(tokens, gate_up, share, 0)
+    swiglu = bool(alone) and may_activate(down.codes.shape[2] * 2)
+    if not swiglu:
+        gate, up = jnp.split(jnp.sum(hidden, axis=0), 2, axis=1)
+        hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
+    out = jnp.sum(through(hidden, down, 1, 1, swiglu), axis=0)
     place = jnp.arange(ids.size, dtype=jnp.int32).reshape(rows, k) if alone else layout.place
     return combine(out, place, ids, weights).astype(x.dtype)

@@ -50,6 +50,11 @@ class Tuning:
     stages: int
 
 
+def may_activate(columns: int) -> bool:
+    """Whether the activation of one token's hidden values fits into the product that they go into."""
+    return columns % COLUMNS != 0 and columns % 128 == 0
+
+
 def shared_memory() -> int:
     """Bytes of a multiprocessor that its programs may share."""
     return 98 * 1024 if architecture() in ("sm_120", "sm_121") else 220 * 1024
@@ -88,6 +93,7 @@ def product(
     tokens: int,
     share: int,
     out_dtype: Any,
+    swiglu: bool = False,
     tuning: Tuning | None = None,
     interpret: Any = None,
 ) -> jax.Array:
@@ -101,6 +107,8 @@ def product(
       tokens: per block, up to 64.
       share: how many consecutive blocks multiply the same tokens: block b has rows b // share * tokens on.
       out_dtype: of the result where nothing is left to be summed; float32 otherwise.
+      swiglu: x is float32[parts, blocks, 2 K] instead, whose sum over the parts is a gate and what it gates;
+        for one token per block where ``may_activate``.
       tuning: None for the default.
       interpret: an InterpretGPUParams of Pallas to run on a CPU.
 
@@ -110,7 +118,7 @@ def product(
     Raises:
       ValueError: sizes that are not whole tiles.
     """
-    columns, features = x.shape[1], codes.shape[1]
+    columns, features = codes.shape[2] * 2, codes.shape[1]
     if tokens > BLOCK_ROWS or not divides(features, columns):
         raise ValueError(f"no tiles for {tokens} rows of {columns} values and {features} features")
     choice = [y for y in (expert, active) if y is not None]
@@ -134,12 +142,14 @@ def product(
         shapes = {name: (shape[0] * shape[1] // 128, 128) for name, shape in shapes.items()}
     swizzles = {"codes": swizzled(128, 1) if tiled else (), "scales": (), "x": _SWIZZLED_LINES}
     shapes["x"] = (stage.chunks, stage.token_lines, CHUNK)
-    if tokens == 1:
+    if swiglu:
+        swizzles["x"], shapes["x"] = (), (columns,)
+    elif tokens == 1:
         swizzles["x"], shapes["x"] = (), (stage.chunks, CHUNK)
         x = x.reshape(x.shape[0], -1, CHUNK)
     elif stage.full:
         swizzles["x"], shapes["x"] = swizzled(128, 2), (room, width)
-    copies = 3 if tokens == 1 or stage.full else 2 + stage.chunks
+    copies = 2 if swiglu else 3 if tokens == 1 or stage.full else 2 + stage.chunks
 
     def kernel(x_ref, codes_ref, scales_ref, global_ref, *refs):
         *choice_refs, out_ref, codes_smem, scales_smem, x_smem, barriers = refs
@@ -157,6 +167,8 @@ def product(
                 lines, wide = target.shape[1:]
                 copy(source.at[chosen, pl.ds(tile * lines, lines), pl.ds(at * wide, wide)], target.at[slot])
             row = jax.lax.div(block, jnp.int32(share)) * tokens
+            if swiglu:
+                return
             if tokens == 1:
                 copy(x_ref.at[row, pl.ds(at * stage.chunks, stage.chunks)], x_smem.at[slot])
                 return
@@ -213,6 +225,9 @@ def product(
         def run():
             for step in range(stages if stages == steps else stages - 1):
                 fetch(jnp.int32(step))
+            if swiglu:
+                x_smem[0] = _activated(x_ref, block, columns)
+                plgpu.commit_smem()  # for all warps to read
             zeros = plgpu.layout_cast(jnp.zeros((stage.rows, room), jnp.float32), _SUMS)
             store(jax.lax.fori_loop(0, steps, body, zeros))
 
@@ -223,7 +238,7 @@ def product(
             pl.when(live & (block < choice_refs[1][0]) if active is not None else live)(run)
 
     kernel.__name__ = f"nvfp4_product_{tokens}"
-    dtypes = {"codes": codes.dtype, "scales": scales.dtype, "x": x.dtype}
+    dtypes = {"codes": codes.dtype, "scales": scales.dtype, "x": jnp.bfloat16}
     return plgpu.kernel(
         kernel,
         out_type=jax.ShapeDtypeStruct((tuning.splits, blocks * tokens, features), out_dtype),
@@ -240,6 +255,21 @@ def product(
         compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )(x, codes, scales, global_scale, *choice)
+
+
+def _activated(parts_ref, block, columns: int) -> jax.Array:
+    """bfloat16[columns] silu(gate) * up of a block, from float32[parts, blocks, 2 columns] to be summed."""
+    layout = plgpu.Layout.WG_STRIDED((columns,), vec_size=1)
+
+    def total(start):
+        parts = [
+            plgpu.load(parts_ref.at[part, block, pl.ds(start, columns)], layout=layout, optimized=False)
+            for part in range(parts_ref.shape[0])
+        ]
+        return sum(parts[1:], parts[0])
+
+    gate, up = total(0), total(columns)
+    return (gate / (1.0 + jnp.exp(-gate)) * up).astype(jnp.bfloat16)
 
 
 def _interpreted(stage: Stage, codes, scales, x) -> jax.Array:
