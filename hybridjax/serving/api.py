@@ -199,6 +199,7 @@ class GenerationResult:
     finish_reason: FinishReason
     stop_reason: int | str | None
     logprobs: tuple[TokenLogprob, ...] | None
+    prompt_logprobs: tuple[TokenLogprob | None, ...] | None = None
 
 
 @dataclasses.dataclass(frozen=True)

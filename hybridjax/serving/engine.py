@@ -27,13 +27,12 @@ from hybridjax.serving.api import (
     Prompt,
     RequestOutput,
     SamplingParams,
-    TokenLogprob,
 )
 from hybridjax.serving.grammars import Grammars, grammars_available
 from hybridjax.serving.image_inputs import ImageInputs
 from hybridjax.serving.live import Entry
 from hybridjax.serving.loop import EngineLoop
-from hybridjax.serving.output import OutputProcessor, TextSource
+from hybridjax.serving.output import OutputProcessor, TextSource, generation_result
 from hybridjax.serving.plan import Runner
 from hybridjax.serving.prompt_images import PromptImages
 from hybridjax.serving.request import Limits, make_request
@@ -285,7 +284,7 @@ class Engine:
             for entry in entries:
                 self.abort(entry.request.request_id)
             raise
-        return [_result(entry, list_) for entry, list_ in zip(entries, events)]
+        return [generation_result(entry.request, list_) for entry, list_ in zip(entries, events)]
 
     def check_integrity(self) -> None:
         """Raises PoolError unless the queues, lengths and pools agree with each other."""
@@ -472,20 +471,3 @@ def _one_per_prompt(name: str, value: Any, single: type, count: int) -> list[Any
     if len(values) != count:
         raise RequestError(f"{name} has {len(values)} entries for {count} prompts", param=name)
     return values
-
-
-def _result(entry: Entry, events: Sequence[RequestOutput]) -> GenerationResult:
-    last = events[-1]
-    assert last.finish_reason is not None
-    logprobs: tuple[TokenLogprob, ...] | None = None
-    if entry.request.params.logprobs is not None:
-        logprobs = tuple(item for event in events for item in event.logprobs or ())
-    return GenerationResult(
-        request_id=entry.request.request_id,
-        prompt_token_ids=tuple(entry.request.prompt_ids.tolist()),
-        token_ids=tuple(token for event in events for token in event.token_ids),
-        text="".join(event.text for event in events),
-        finish_reason=last.finish_reason,
-        stop_reason=last.stop_reason,
-        logprobs=logprobs,
-    )

@@ -7,7 +7,7 @@ from typing import Protocol
 import numpy as np
 
 from hybridjax.errors import HybridJaxError
-from hybridjax.serving.api import FinishReason, RequestOutput, TokenLogprob
+from hybridjax.serving.api import FinishReason, GenerationResult, RequestOutput, TokenLogprob
 from hybridjax.serving.plan import PromptScores, StepResult
 from hybridjax.serving.request import Request
 
@@ -245,3 +245,22 @@ def _failure_table(pattern: str) -> list[int]:
         matched += pattern[matched] == pattern[i]
         table[i] = matched
     return table
+
+
+def generation_result(request: Request, events: Sequence[RequestOutput]) -> GenerationResult:
+    """All events of a finished request as one result."""
+    last = events[-1]
+    assert last.finish_reason is not None
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    if request.params.logprobs is not None:
+        logprobs = tuple(item for event in events for item in event.logprobs or ())
+    return GenerationResult(
+        request_id=request.request_id,
+        prompt_token_ids=tuple(request.prompt_ids.tolist()),
+        token_ids=tuple(token for event in events for token in event.token_ids),
+        text="".join(event.text for event in events),
+        finish_reason=last.finish_reason,
+        stop_reason=last.stop_reason,
+        logprobs=logprobs,
+        prompt_logprobs=next((e.prompt_logprobs for e in events if e.prompt_logprobs is not None), None),
+    )

@@ -59,7 +59,7 @@ def test_an_engine_loaded_from_a_directory_generates_what_the_model_says():
         assert engine.info.context_length == 128
         assert engine._limits.eos_tokens == (2, 96)
         prompt = np.random.default_rng(0).integers(0, engine.info.vocab_size, 70).tolist()
-        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=1)
+        params = SamplingParams(temperature=0, max_tokens=9, ignore_eos=True, logprobs=1, prompt_logprobs=0)
         result = engine.generate(prompt, params)[0]
         engine.check_integrity()
     tokens = [*prompt, *result.token_ids]
@@ -69,6 +69,8 @@ def test_an_engine_loaded_from_a_directory_generates_what_the_model_says():
     assert result.logprobs is not None
     for token in result.logprobs:
         assert token.top[0] == (token.token_id, token.logprob)
+    assert result.prompt_logprobs is not None and result.prompt_logprobs[0] is None
+    assert [token.token_id for token in result.prompt_logprobs[1:]] == prompt[1:]
 
 
 def test_what_cannot_be_loaded_is_refused(tmp_path):
