@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from interpreting import interpreted
+from interpreting import ON_GPU, interpreted
 
 from hybridjax.ops import nvfp4_experts, nvfp4_w4a16
 from hybridjax.ops.dispatch import assume
@@ -53,7 +53,7 @@ def test_a_product_is_that_of_the_definition(rows, columns, features, tuning):
     run = interpreted(w4a16)
     got = run(x, weight.codes, weight.scales, weight.global_scale, jnp.float32, tuning=tuning)
     want = np.asarray(x, np.float64) @ exact.T
-    close(got, want, 1e-6)
+    close(got, want, 1e-5 if ON_GPU else 1e-6)  # tensor cores cut off sums where they add
     rounded = run(x, weight.codes, weight.scales, weight.global_scale, tuning=tuning)
     assert rounded.dtype == jnp.bfloat16
     np.testing.assert_array_equal(rounded, got.astype(jnp.bfloat16))
