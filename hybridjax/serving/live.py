@@ -133,10 +133,10 @@ class Calls:
                 if not self._queue:
                     return
                 call, done = first = self._queue[0]
-            problem = None
+            problem: BaseException | None = None
             try:
                 call()
-            except Exception as error:
+            except BaseException as error:  # whatever it is, somebody waits for it
                 problem = error
             with self._lock:
                 if not self._queue or self._queue[0] is not first:
@@ -156,7 +156,8 @@ class Calls:
 
 
 def _call(entry: Entry, event: RequestOutput) -> None:
+    # Also what is meant to end a thread or a task: this one is not the callback's to end.
     try:
         entry.on_output(event)
-    except Exception:
+    except BaseException:
         logger.exception("on_output of request %s has raised", entry.request.request_id)

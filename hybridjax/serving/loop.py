@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from hybridjax.errors import EngineDeadError, GrammarError, HybridJaxError, QueueFullError, RequestError
 from hybridjax.serving.api import EngineStats, FinishReason, RequestOutput
 from hybridjax.serving.live import Calls, Entry, LiveRequests
-from hybridjax.serving.plan import Handle, NotLaunchedError, Plan, PrefillRow, Runner, StepResult
+from hybridjax.serving.plan import DecodeRow, Handle, NotLaunchedError, Plan, PrefillRow, Runner, StepResult
 from hybridjax.serving.pools import PoolError
 from hybridjax.serving.request import Request
 from hybridjax.serving.scheduler import Scheduler
@@ -206,7 +206,7 @@ class EngineLoop:
             while self._take():
                 self._beats += 1
                 self._step()
-        except Exception:
+        except BaseException:
             logger.exception("the engine has failed")
             self._failed = True
         finally:
@@ -275,6 +275,7 @@ class EngineLoop:
                 raise PoolError("nothing can be planned although requests are unfinished")
         except Exception:
             logger.exception("planning a step has failed")
+            self._scheduler.pace.keep(len(self._in_flight))
             again, self._planning_failed = self._planning_failed, True
             self._reset_pools(self._scheduler.unfinished if again else self._scheduler.holding)
             return None
@@ -282,33 +283,39 @@ class EngineLoop:
         return plan
 
     def _launch(self, plan: Plan) -> bool:
-        try:
-            for row in plan.rows:
-                if isinstance(row, PrefillRow) and row.start == row.request.cached:
-                    self._runner.admit(row.request)
-            self._beats += 1
-            handle = self._runner.launch(plan)
-        except NotLaunchedError as error:
-            at_fault = error.requests or tuple(row.request for row in plan.rows)
-            if isinstance(error.__cause__, GrammarError):
-                self._end_at_limit(at_fault, str(error))
+        """Launches a plan without the rows that turn out to be impossible; False if nothing is left of it."""
+        while plan.rows:
+            try:
+                for row in plan.rows:
+                    if isinstance(row, PrefillRow) and row.start == row.request.cached:
+                        self._runner.admit(row.request)
+                self._beats += 1
+                handle = self._runner.launch(plan)
+            except NotLaunchedError as error:
+                plan = dataclasses.replace(plan, rows=self._possible(plan, error))
+            except Exception:
+                logger.exception("launching a step has failed")
+                self._recover(earlier_steps_count=True)
+                return False
             else:
-                logger.exception("a step could not be launched")
-                is_public = error.is_public or isinstance(error.__cause__, HybridJaxError)
-                self._fail_requests(at_fault, str(error) if is_public else None)
-            rest = tuple(row for row in plan.rows if row.request not in at_fault)
-            if rest:
-                return self._launch(dataclasses.replace(plan, rows=rest))
-            self._scheduler.pace.cancelled()
-            return False
-        except Exception:
-            logger.exception("launching a step has failed")
-            self._recover(earlier_steps_count=True)
-            return False
-        if not self._in_flight:
-            self._device_since = self._clock()
-        self._in_flight.append((plan, handle))
-        return True
+                if not self._in_flight:
+                    self._device_since = self._clock()
+                self._in_flight.append((plan, handle))
+                return True
+        self._scheduler.pace.keep(len(self._in_flight))
+        return False
+
+    def _possible(self, plan: Plan, error: NotLaunchedError) -> tuple[PrefillRow | DecodeRow, ...]:
+        """Ends the requests that a step could not be launched for; the rows of the others."""
+        planned = [row.request for row in plan.rows]
+        at_fault = [request for request in planned if request in error.requests] or planned
+        if isinstance(error.__cause__, GrammarError):
+            self._end_at_limit(at_fault, str(error))
+        else:
+            logger.error("a step could not be launched", exc_info=error)
+            is_public = error.is_public or isinstance(error.__cause__, HybridJaxError)
+            self._fail_requests(at_fault, str(error) if is_public else None)
+        return tuple(row for row in plan.rows if row.request not in at_fault)
 
     def _read_oldest(self) -> None:
         plan, handle = self._in_flight.popleft()
@@ -438,10 +445,13 @@ class EngineLoop:
             self._ended = True
             self._inbox, self._aborts = [], []
         for entry in self._live.all():
-            if self._failed:
-                self._end(entry, "error", error="the engine has failed")
-            else:
-                self._end(entry, "abort")
+            try:
+                if self._failed:
+                    self._end(entry, "error", error="the engine has failed")
+                else:
+                    self._end(entry, "abort")
+            except BaseException:
+                logger.exception("ending request %s has failed", entry.request.request_id)
         self._in_flight.clear()
         try:
             self._last_stats = self._scheduler.stats()

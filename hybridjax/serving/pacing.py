@@ -75,9 +75,9 @@ class Pace:
             self._decode = _average(self._decode, seconds)
             self._owe(expected - seconds if expected else 0.0)
 
-    def cancelled(self) -> None:
-        """Drops the newest step: it was not launched."""
-        if self._expected:
+    def keep(self, steps: int) -> None:
+        """Drops the newest steps beyond so many, which are under way: they were planned, but not launched."""
+        while len(self._expected) > steps:
             self._expected.pop()
 
     def forget_steps(self) -> None:

@@ -10,6 +10,8 @@ POLICIES = ("fcfs", "lpm")
 
 # Longest-prefix matching looks at this many requests, the first in order of arrival.
 _MATCHED = 128
+# Prompt tokens that are looked up for the first time in one call; decoding waits meanwhile.
+_NEW_TOKENS = 2**17
 # The first request is passed over this many times at most.
 _PATIENCE = 64
 
@@ -33,6 +35,7 @@ class WaitingQueue:
         self._order: list[tuple[int, int, Request]] = []
         # How often a request that was the earliest has been passed over.
         self._passed: dict[Request, int] = {}
+        self._looked_up: set[Request] = set()
 
     def __len__(self) -> int:
         return len(self._order)
@@ -56,6 +59,7 @@ class WaitingQueue:
         if index == len(self._order) or self._order[index][2] is not request:
             return False
         del self._order[index]
+        self._looked_up.discard(request)
         return True
 
     def forget(self, request: Request) -> None:
@@ -75,7 +79,16 @@ class WaitingQueue:
         top, _, earliest = self._order[0]
         if self._policy == "fcfs" or self._passed.get(earliest, 0) >= _PATIENCE:
             return earliest
-        candidates = [request for rank, _, request in self._order[:_MATCHED] if rank == top]
+        candidates, room = [], _NEW_TOKENS
+        for rank, _, request in self._order[:_MATCHED]:
+            if rank != top:
+                break
+            if request not in self._looked_up:
+                if room <= 0:
+                    continue
+                room -= len(request.prompt_ids)
+                self._looked_up.add(request)
+            candidates.append(request)
         # max keeps the first of equals, which came first.
         return max(candidates, key=self._cached_tokens)
 

@@ -1,4 +1,7 @@
+import asyncio
 import logging
+import sys
+import threading
 
 import numpy as np
 import pytest
@@ -255,6 +258,82 @@ def test_a_callback_that_raises_disturbs_nobody():
         recorder.wait(2)
         for name in ("bad", "good"):
             assert recorder.tokens(name) == alone(engine, [1, 2], LONG)
+
+
+@pytest.mark.parametrize("kind", [SystemExit, KeyboardInterrupt, asyncio.CancelledError])
+def test_a_callback_cannot_end_the_engine(kind):
+    with serving() as (engine, _):
+        recorder = Recorder()
+
+        def bad(event):
+            recorder(event)
+            raise kind()
+
+        for name, on_output in (("bad", bad), ("worse", bad), ("good", recorder)):
+            engine.submit([1, 2], LONG, on_output, request_id=name)
+        recorder.wait(3)
+        for name in ("bad", "worse", "good"):
+            assert recorder.tokens(name) == alone(engine, [1, 2], LONG)
+        assert engine.is_healthy
+
+
+def test_an_end_that_fails_keeps_nobody_elses_from_coming():
+    """The last events of all, when the engine is closed, while whatever ends two of them raises."""
+    with serving() as (engine, runner):
+        recorder, entered, release = Recorder(), threading.Event(), threading.Event()
+        runner.on_launch = lambda plan: (entered.set(), release.wait(30))
+        for name in "abcd":
+            engine.submit([1, 2], LONG, recorder, request_id=name)
+        assert entered.wait(30)
+        loop = engine._loop
+        for name in "ab":
+            processor = loop._live.named(name).processor
+
+            def end(*args):
+                raise SystemExit
+
+            processor.end = end
+        threading.Timer(0.2, release.set).start()  # when the engine has been told to stop
+    recorder.wait(2)
+    assert [recorder.reason(name) for name in "cd"] == ["abort", "abort"]
+    assert runner.closed == 1
+
+
+def test_any_number_of_rows_may_fail_one_by_one():
+    """Each failed launch names one request: with recursion, some hundreds of them end the engine."""
+    rows = sys.getrecursionlimit() + 50
+    size = {"num_pages": rows + 10, "num_slots": rows + 1, "max_decode_rows": rows, "max_prefill_tiles": rows}
+    runner, failing = FakeRunner(**size, max_decode_steps=1), []
+
+    def refuse_first(plan):
+        if failing or (isinstance(plan, DecodePlan) and len(plan.rows) == rows):
+            failing.append(plan.rows[0].request)
+            raise NotLaunchedError("planted", [plan.rows[0].request])
+
+    runner.on_launch = refuse_first
+    with serving(runner, max_running_requests=rows, max_queued_requests=rows) as (engine, _):
+        recorder = Recorder()
+        params = SamplingParams(max_tokens=50, ignore_eos=True)
+        for i in range(rows):
+            engine.submit([1, 2, 3], params, recorder, request_id=str(i))
+        recorder.wait(rows)
+        assert {recorder.reason(str(i)) for i in range(rows)} == {"error"}
+        assert len(failing) == rows
+        runner.on_launch = lambda plan: None
+        assert engine.generate([[1, 2]], LONG)[0].token_ids == tuple(alone(engine, [1, 2], LONG))
+
+
+def test_a_fault_of_a_request_that_is_not_in_the_step_fails_the_step_once():
+    with serving() as (engine, runner):
+        recorder, elsewhere = Recorder(), object()
+
+        def blame(plan):
+            raise NotLaunchedError("planted", [elsewhere])
+
+        runner.on_launch = blame
+        engine.submit([1, 2], LONG, recorder, request_id="a")
+        recorder.wait(1)
+        assert recorder.reason("a") == "error"
 
 
 def test_malformed_results_fail_their_requests_but_not_the_engine():

@@ -473,3 +473,22 @@ def test_patience_survives_the_return_of_an_older_request():
             break
         queue.forget(chosen)
     assert 60 <= i <= 70
+
+
+def test_prompts_are_looked_up_for_the_first_time_a_few_at_a_time(monkeypatch):
+    monkeypatch.setattr("hybridjax.serving.waiting._NEW_TOKENS", 32 * 64)
+    asked = []
+    queue = WaitingQueue("lpm", priorities=False, cached_tokens=lambda request: asked.append(request) or 0)
+    waiting = [long_output(f"w{i}", 64, 8) for i in range(100)]
+    for request in waiting:
+        queue.add(request)
+    new = []
+    for _ in range(4):
+        asked.clear()
+        assert queue.first() is waiting[0]
+        new.append(len(set(asked)) - sum(new))
+    assert new == [32, 32, 32, 4]  # of 64 tokens each
+    asked.clear()
+    queue.take(waiting[0])
+    queue.first()
+    assert asked == waiting[1:]

@@ -9,15 +9,29 @@ from hybridjax.serving.api import Grammar
 from hybridjax.serving.http.messages import depth_of
 from hybridjax.text import reasoning, tool_calls
 from hybridjax.text.parameters import Parameters, Values, as_text
-from hybridjax.text.tool_readers import Tools
+from hybridjax.text.tool_readers import MAX_NAME, PARAMETER_END, Tools, is_written_as_json
 
 # Unbounded, a model can pad JSON to the token limit.
 _BOUNDED = {"whitespace_pattern": r"[ \n\r\t]{1,64}"}
 MAX_SOURCE = 2**16
 MAX_JSON_DEPTH = 64
-_PARAMETER_END = "</parameter>"
 _FUNCTION_END = "</function>"
 _ANY_TEXT, _SOME_TEXT = "/(?s:.*)/", "/(?s:.+)/"
+_BLANK = r"\s\x1c-\x1f"  # what Python strips
+_NO_END = "/(?s:.*)<\\/parameter>(?s:.*)/"
+# A parameter's text, with the tag that ends it.
+_LINES = f'LINES: ({_ANY_TEXT} & ~{_NO_END}) "\\n{PARAMETER_END}"'
+# The parameters of a call that is free, read as ``XmlReader`` reads them.
+_FREE_XML = [
+    rf"NAME: /[^>{_BLANK}]([^>\n]{{0,{MAX_NAME - 2}}}[^>{_BLANK}])?/",
+    r"SPACE: /[ \n\r\t]{1,64}/",
+    f'FREE_TEXT: ({_ANY_TEXT} & ~{_NO_END}) "{PARAMETER_END}"',
+    rf'OUTSIDE: /[^"]*/ & ~{_NO_END}',
+    r'STRING: /"([^"\\\x00-\x1f]|\\[^\x00-\x1f])*/',
+    # A line break ends a string that JSON could not go on with.
+    r'FREE_JSON: (OUTSIDE STRING "\"")* OUTSIDE (STRING /\\?[\x00-\x1f]/ '
+    f'({_ANY_TEXT} & ~{_NO_END}))? "{PARAMETER_END}"',
+]
 
 
 def tool_grammar(form: tool_calls.Format, tools: Tools, *, many: bool, opened: bool | None) -> Grammar:
@@ -72,7 +86,7 @@ def strict_grammar(
         if name in strict:
             rules.append(f"{inner}: {_parameters(i, schema, rules)} {_text(_FUNCTION_END)}")
         else:
-            rules.append(f"{inner}[suffix={_text(_FUNCTION_END)}]: {_ANY_TEXT}")
+            rules.append(f"{inner}: {_free_parameters(i, schema, rules)} {_text(_FUNCTION_END)}")
         end = _text("\n" + tool_calls.CLOSE)
         calls[0].append(f"{_text(f'{chr(10)}{tool_calls.FUNCTION}{name}>{chr(10)}')} {inner} {end}")
         calls[1].append(f"{_text(f'{name}>{chr(10)}')} {inner} {end}?")
@@ -83,12 +97,13 @@ def strict_grammar(
     rules.append(f"free: ({' | '.join(f'UPTO{k} begun{k}' for k in range(len(begun)))})* TEXT?")
     if opened is False:
         # What begins with the reasoning's tag is reasoning, not text.
-        rules.append(f"FIRST: TEXT & ~/{reasoning.OPEN}(?s:.*)/")
+        opening = f"[{_BLANK}]{{0,{reasoning.MAX_SPACE}}}{reasoning.OPEN}"
+        rules.append(f"FIRST: TEXT & ~/{opening}(?s:.*)/")
         rules += [f"FIRST_UPTO{k}: FIRST? {_text(opener)}" for k, opener in enumerate(begun)]
         first = " | ".join(f"FIRST_UPTO{k} begun{k} free" for k in range(len(begun)))
         start, *reasoned = _start("free", True)
         rules += [f"start: OPEN {start.removeprefix('start: ')} | {first} | FIRST?", *reasoned]
-        rules.append(f"OPEN: {_text(reasoning.OPEN)}")
+        rules.append(f"OPEN: /{opening}/")
     else:
         rules += _start("free", opened)
     return Grammar("lark", "\n".join(rules) + "\n", "tools")
@@ -180,22 +195,45 @@ def _parameters(index: int, schema: Mapping[str, Any], rules: list[str]) -> str:
     known = Parameters(schema)
     definitions = _definitions(schema)
     for place, (key, value) in enumerate(known.schemas.items()):
-        if not key or key != key.strip() or ">" in key or "\n" in key:
+        if not _can_be_named(key):
             raise RequestError(
                 f"tools has a parameter {key[:64]!r}, which XML calls cannot name", param="tools"
             )
         rule = f"p{index}_{place}"
-        end = _text(f"\n{_PARAMETER_END}\n")
-        values = known.values(key)
+        head, values = _text(f"<parameter={key}>\n"), known.values(key)
         if "string" in values.types:
-            rules.append(f"{rule}_value[suffix={end}]: {_ANY_TEXT}")
-            end = ""
+            _once(rules, _LINES)
+            rules.append(f'{rule}: {head} LINES "\\n"')
         else:
             whole = {**definitions, **value} if isinstance(value, Mapping) else {}
             rules.append(f"{rule}_value: {_one_of(key, values, whole)}")
-        rules.append(f"{rule}: {_text(f'<parameter={key}>{chr(10)}')} {rule}_value {end}".rstrip())
+            rules.append(f"{rule}: {head} {rule}_value {_text(f'{chr(10)}{PARAMETER_END}{chr(10)}')}")
         parts.append(rule if key in known.required else f"{rule}?")
     return " ".join(parts)
+
+
+def _free_parameters(index: int, schema: Mapping[str, Any], rules: list[str]) -> str:
+    """Any parameters, in any order, any of them again."""
+    _once(rules, *_FREE_XML)
+    known = Parameters(schema)
+    names = [key for key in known.schemas if _can_be_named(key) and is_written_as_json(known.values(key))]
+    if names:
+        listed = " | ".join(map(_text, names))
+        rules.append(f'JSON{index}: "<parameter=" ({listed}) ">"')
+        rules.append(f'TEXT{index}: "<parameter=" (NAME & ~({listed})) ">"')
+        rules.append(f"free{index}: JSON{index} FREE_JSON | TEXT{index} FREE_TEXT")
+    else:
+        _once(rules, 'NAMED: "<parameter=" NAME ">"')
+        rules.append(f"free{index}: NAMED FREE_TEXT")
+    return f"SPACE? (free{index} SPACE?)*"
+
+
+def _can_be_named(key: str) -> bool:
+    return 0 < len(key) <= MAX_NAME and key == key.strip() and ">" not in key and "\n" not in key
+
+
+def _once(rules: list[str], *shared: str) -> None:
+    rules += [rule for rule in shared if rule not in rules]
 
 
 def _one_of(name: str, values: Values, schema: Mapping[str, Any]) -> str:
@@ -203,10 +241,10 @@ def _one_of(name: str, values: Values, schema: Mapping[str, Any]) -> str:
     words = [as_text(value) for value in values.listed]
     if values.types or not words:
         words = [value for value in values.listed if isinstance(value, str)]
-    usable = [word for word in words if _PARAMETER_END not in word]
+    usable = [word for word in words if PARAMETER_END not in word]
     if words and not (usable or values.types):
         raise RequestError(
-            f"tools has a parameter {name[:64]!r} whose values all contain {_PARAMETER_END}, which XML calls "
+            f"tools has a parameter {name[:64]!r} whose values all contain {PARAMETER_END}, which XML calls "
             "cannot write",
             param="tools",
         )
@@ -231,7 +269,21 @@ def _json_rule(schema: Mapping[str, Any], **options: Any) -> str:
 
 def _schema(schema: Mapping[str, Any]) -> str:
     """Keywords that llguidance does not know are let through instead of refused."""
-    return _json_rule(schema, lenient=True)
+    # Escaped, a property's name would pass for one that the schema does not hold.
+    escapes = {"json_allowed_escapes": 'nrbtf\\"'} if _takes_other_names(schema) else {}
+    return _json_rule(schema, lenient=True, **escapes)
+
+
+def _takes_other_names(schema: Any) -> bool:
+    """Whether an object may have properties beside those that it names."""
+    if isinstance(schema, list):
+        return any(map(_takes_other_names, schema))
+    if not isinstance(schema, Mapping):
+        return False
+    named = schema.get("properties"), schema.get("patternProperties")
+    if (any(named) and schema.get("additionalProperties") is not False) or named[1]:
+        return True
+    return any(map(_takes_other_names, schema.values()))
 
 
 def _text(text: str) -> str:
