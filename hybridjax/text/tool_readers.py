@@ -5,6 +5,7 @@ with more behind it; that is never more than a tag or a name, so the work is lin
 """
 
 import json
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -13,6 +14,10 @@ from hybridjax.text.parameters import Parameters, Values, as_json
 
 MAX_NAME = 256
 ARGUMENT_KEYS = ("arguments", "parameters")
+PARAMETER_END = "</parameter>"
+
+_QUOTE_OR_END = re.compile(f'"|{PARAMETER_END}')
+_STRING_RUN = re.compile(r'(?:[^"\\\x00-\x1f]|\\[^\x00-\x1f])*')
 
 Tools = Mapping[str, Mapping[str, Any]]  # name -> JSON schema of its parameters
 
@@ -23,6 +28,12 @@ def overlap(text: str, tag: str) -> int:
         if text.endswith(tag[:count]):
             return count
     return 0
+
+
+def is_written_as_json(values: Values) -> bool:
+    """Whether XML calls write a value as JSON, or as one that is listed. The parameter's closing tag may then
+    stand in JSON's strings; in text it ends the value."""
+    return "string" not in values.types and not values.is_text
 
 
 def skip_space(text: str, at: int) -> int:
@@ -159,7 +170,8 @@ class JsonReader(Reader):
 
 
 class XmlReader(Reader):
-    """``<function=NAME> <parameter=NAME>value</parameter>... </function>``; the schema types values."""
+    """``<function=NAME> <parameter=NAME>value</parameter>... </function>``; the schema types values. Of a
+    parameter that is repeated, the first value holds."""
 
     def __init__(self, tools: Tools, parameters: dict[str, Parameters], *, opened: bool):
         """``parameters``: what is known of the tools', kept here; ``opened``: behind ``<function=``."""
@@ -167,7 +179,7 @@ class XmlReader(Reader):
         self._parameters = parameters
         self._parameter = ""
         self._value: list[str] = []
-        self._is_text = False
+        self._is_text = self._repeated = False
         self._seen: set[str] = set()
 
     def _tag(self, text: str, at: int, wanted: Mapping[str, Callable[[str, int], int]]) -> int:
@@ -214,39 +226,60 @@ class XmlReader(Reader):
         end, name = self._named(text, at)
         if name is None:
             return end
-        if name in self._seen:
-            return self._fail(at)
-        comma = ", " if self._seen else ""
-        self._seen.add(name)
         self._parameter, self._value, self._state = name, [], self._first_of_value
-        self._is_text = self._values().is_text
-        quote = '"' if self._is_text else ""
-        self.pieces.append(f"{comma}{_dumps(name)}: {quote}")
+        self._is_text, self._repeated = self._values().is_text, name in self._seen
+        if not self._repeated:
+            comma, quote = ", " if self._seen else "", '"' if self._is_text else ""
+            self.pieces.append(f"{comma}{_dumps(name)}: {quote}")
+            self._seen.add(name)
         return end
 
     def _first_of_value(self, text: str, at: int) -> int:
         if at == len(text):
             return at
-        self._state = self._in_value
+        self._state = self._in_json if is_written_as_json(self._values()) else self._in_text
         return at + (text[at] == "\n")
 
-    def _in_value(self, text: str, at: int) -> int:
-        close = "</parameter>"
-        end = text.find(close, at)
+    def _in_text(self, text: str, at: int) -> int:
+        return self._in_value(text, at, text.find(PARAMETER_END, at))
+
+    def _in_json(self, text: str, at: int) -> int:
+        """Outside of JSON's strings."""
+        found = _QUOTE_OR_END.search(text, at)
+        if found is None or found[0] == PARAMETER_END:
+            return self._in_value(text, at, -1 if found is None else found.start())
+        self._take(text[at : found.end()])
+        self._state = self._in_string
+        return found.end()
+
+    def _in_string(self, text: str, at: int) -> int:
+        match = _STRING_RUN.match(text, at)
+        assert match is not None
+        end = match.end()
+        if text[end : end + 1] == '"':
+            self._state = self._in_json
+            end += 1
+        elif end < len(text) and text[end:] != "\\":
+            self._state = self._in_text  # no JSON
+        self._take(text[at:end])
+        return end
+
+    def _in_value(self, text: str, at: int, end: int) -> int:
+        """Up to the closing tag at ``end``, or to where it may begin if that is negative."""
         if end < 0:
-            tail = text[max(at, len(text) - len(close)) :]
-            cut = len(text) - max(overlap(tail, close), overlap(tail, "\n" + close))
+            tail = text[max(at, len(text) - len(PARAMETER_END)) :]
+            cut = len(text) - max(overlap(tail, PARAMETER_END), overlap(tail, "\n" + PARAMETER_END))
             self._take(text[at:cut])
             return cut
         self._take(text[at : end - (end > at and text[end - 1] == "\n")])
-        if self._is_text:
-            self.pieces.append('"')
-        else:
-            self.pieces.append(as_json("".join(self._value), self._values()))
+        if not self._repeated:
+            self.pieces.append('"' if self._is_text else as_json("".join(self._value), self._values()))
         self._state = self._body
-        return end + len(close)
+        return end + len(PARAMETER_END)
 
     def _take(self, value: str) -> None:
+        if self._repeated:
+            return
         if self._is_text:
             self.pieces.append(_dumps(value)[1:-1])
         else:

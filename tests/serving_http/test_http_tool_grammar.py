@@ -224,6 +224,28 @@ def test_numbers_that_cannot_be_kept_to_are_refused(form: Format):
     assert error.value.param == "tools"
 
 
+@pytest.mark.parametrize("form", ["hermes", "json"])
+@pytest.mark.parametrize("closed", [False, True])
+def test_an_escaped_name_is_no_other_property(tokenizer: LLTokenizer, form: Format, closed: bool):
+    schema = {"properties": {"a": {"type": "integer"}, "s": {"type": "string"}}}
+    tools = {"f": schema | ({"additionalProperties": False} if closed else {})}
+    grammar, write = tool_grammar(form, tools, many=False, opened=None), WRITERS[form]
+    assert takes(tokenizer, grammar, write("f", '{"a": 1, "s": "\\n\\"\\\\"}'))
+    for key in ("\\u0061", "a"):
+        assert not takes(tokenizer, grammar, write("f", f'{{"a": 1, "s": "", "{key}": "x"}}'))
+    # Where there are no other properties, nothing is wrong with escapes.
+    assert takes(tokenizer, grammar, write("f", '{"s": "\\u001b"}')) is closed
+
+
+def test_xml_names_that_are_too_long_to_be_read_are_refused():
+    with pytest.raises(RequestError, match="XML calls cannot name"):
+        tool_grammar("qwen3_coder", {"f": {"properties": {"n" * 257: {}}}}, many=False, opened=None)
+    tools = {"f": {"properties": {"n" * 256: {}}}}
+    text = xml("f", json.dumps({"n" * 256: "v"}))
+    assert takes(LLTokenizer("byte"), tool_grammar("qwen3_coder", tools, many=False, opened=None), text)
+    assert ToolCallParser("qwen3_coder", tools).push(text).calls[0].name == "f"
+
+
 def bare(name: str, arguments: str) -> str:
     """Qwen3-Coder's form without the outer tag, which the parser takes, too."""
     return xml(name, arguments).removeprefix("<tool_call>\n").removesuffix("\n</tool_call>")

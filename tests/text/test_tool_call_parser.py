@@ -190,7 +190,7 @@ def test_xml_that_is_no_call_stays_text(text: str):
     "text",
     [
         "<function=weather>oops</function>",
-        "<function=weather><parameter=city>a</parameter><parameter=city>b</parameter></function>",
+        "<function=weather><parameter=city>a</parameter>oops</function>",
         "<function=weather><parameter=city>a",
     ],
 )
@@ -198,6 +198,29 @@ def test_xml_that_breaks_off_stays_text_if_reported_whole(text: str):
     assert parse("qwen3_coder", text, incremental=False) == Delta(content=text)
     pieces = parse("qwen3_coder", text, [1] * len(text))
     assert pieces == parse("qwen3_coder", text) and pieces.calls[0].name == "weather"
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "value"),
+    [
+        ("deep", '{"a": "</parameter>", "b\\"</function>": 1}', {"a": "</parameter>", 'b"</function>': 1}),
+        ("deep", '{"a": "</parameter>"}\n', {"a": "</parameter>"}),
+        ("days", '"', '"'),
+        ("days", '5 "\\', '5 "\\'),
+        ("days", '"a\n b"\n', '"a\n b"\n'),
+    ],
+)
+def test_a_tag_within_a_json_string_ends_no_parameter(name: str, text: str, value: Any):
+    tail = "<parameter=exact>true</parameter>"
+    xml = f"<function=weather><parameter={name}>\n{text}\n</parameter>{tail}</function>"
+    assert json.loads(both("qwen3_coder", xml).calls[0].arguments) == {name: value, "exact": True}
+
+
+def test_of_a_repeated_parameter_the_first_value_holds():
+    names = {"city": ("a", "b"), "days": ("1", "2"), "new": ("", "</function>")}
+    values = (f"<parameter={name}>{pair[i]}</parameter>" for i in (0, 1) for name, pair in names.items())
+    delta = both("qwen3_coder", f"<function=weather>{''.join(values)}</function>")
+    assert json.loads(delta.calls[0].arguments) == {"city": "a", "days": 1, "new": ""} and not delta.content
 
 
 @pytest.mark.parametrize(
@@ -278,6 +301,7 @@ def test_calls_come_out_as_they_went_in(calls: list[dict[str, Any]], cuts: list[
 UNITS = [
     "<tool_call>",
     "<function=weather><parameter=city>",
+    '<function=weather><parameter=days>"\\',
     '<tool_call>{"',
     "<function=weather>",
     "\n{",
