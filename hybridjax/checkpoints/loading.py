@@ -261,7 +261,9 @@ def _copy(entry: TensorEntry, weights: Mapping[str, SafetensorsFile], target: np
     else:
         scales = weights[entry.scale.name]
         try:
-            float8.decode_blocks(stored, scales.read(entry.scale.name), entry.scale.block, target)
+            shape = float8.scale_shape(entry.shape, entry.scale.block)
+            values = scales.read(entry.scale.name).reshape(shape)
+            float8.decode_blocks(stored, values, entry.scale.block, target)
         except CheckpointError as error:
             raise CheckpointError(f"{scales.path}: tensor {entry.scale.name}: {error}") from error
 

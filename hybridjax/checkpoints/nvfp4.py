@@ -16,7 +16,7 @@ from hybridjax.errors import CheckpointError
 from hybridjax.layers.linear import DenseWeight, Linear
 from hybridjax.layers.quantized import NVFP4Experts, NVFP4Weight, SplitWeight
 from hybridjax.layers.sparse_moe import DenseExperts
-from hybridjax.models.base import Path, TensorEntry, module_at
+from hybridjax.models.base import Path, ScaleEntry, TensorEntry, module_at
 from hybridjax.quantization import GROUP, NVFP4
 
 MODELOPT, COMPRESSED_TENSORS = "modelopt", "compressed-tensors"
@@ -166,12 +166,22 @@ def expand(model: Any, entries: Sequence[TensorEntry], names: Collection[str] | 
       names: of a checkpoint's tensors; None: in the layout that ``model.nvfp4_layout`` names.
     """
     fixed = getattr(model, "nvfp4_layout", MODELOPT)
+    entries = [_with_single_scale(entry, names) for entry in entries]
     out: list[TensorEntry] = []
     shards: dict[Path, int] = {}
     for entry in entries:
         layout = fixed if names is None else layout_of_weight(entry.name, names) or fixed
         out += _expanded(model, entry, layout, shards)
     return out
+
+
+def _with_single_scale(entry: TensorEntry, names: Collection[str] | None) -> TensorEntry:
+    """The entry of a matrix that a checkpoint may hold in float8 with one scale, as ModelOpt's FP8 does."""
+    scale = entry.name + "_scale"
+    single = names is not None and scale in names and layout_of_weight(entry.name, names) is None
+    if not single or entry.scale is not None or len(entry.shape) != 2:
+        return entry
+    return dataclasses.replace(entry, scale=ScaleEntry(scale, (entry.shape[0], entry.shape[1])))
 
 
 def _expanded(model: Any, entry: TensorEntry, layout: str, shards: dict[Path, int]) -> Iterator[TensorEntry]:
@@ -228,8 +238,11 @@ def read_number(stored: np.ndarray, inverse: bool) -> np.float32:
     """
     value = np.float32(stored.reshape(-1)[0])
     out = np.float32(1) / value if inverse and value else value
-    if not (0 < value < np.inf and 0 < out < np.inf):
-        raise CheckpointError(f"the scale is {value}; it must be finite and above 0")
+    least = np.finfo(np.float32).tiny  # below, devices compute with 0
+    if not (least <= value < np.inf and least <= out < np.inf):
+        raise CheckpointError(
+            f"the scale is {value}; it must be finite and above 0, and its reciprocal no subnormal number"
+        )
     return out
 
 

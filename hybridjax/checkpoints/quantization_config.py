@@ -54,7 +54,7 @@ def check(directory: Path, config: Mapping[str, Any]) -> str | None:
     if stated is not None:
         where = f"{directory / 'config.json'}: quantization_config"
         method = stated.get("quant_method") or ("modelopt" if "quant_algo" in stated else None)
-        if method not in _METHODS:
+        if not isinstance(method, str) or method not in _METHODS:
             raise CheckpointError(f"{where}.quant_method is {method!r}; supported: {', '.join(_METHODS)}")
         if method == "compressed-tensors":
             _check_groups(where, stated)
@@ -69,22 +69,24 @@ def check(directory: Path, config: Mapping[str, Any]) -> str | None:
 
 
 def _check_modelopt(where: str, stated: Mapping[str, Any]) -> None:
-    algorithm = stated.get("quant_algo")
-    if algorithm not in _ALGORITHMS:
-        raise CheckpointError(
-            f"{where}.quant_algo is {algorithm!r}; supported: {', '.join(sorted(_ALGORITHMS))}"
-        )
+    algorithm = _algorithm(f"{where}.quant_algo", stated.get("quant_algo"))
     layers = stated.get("quantized_layers") or {}
     if not isinstance(layers, dict):
         raise CheckpointError(f"{where}.quantized_layers is {layers!r}; it must be an object")
     if "NVFP4" in algorithm:
         _check_group_size(where, stated)
     for name, layer in layers.items():
-        inner = layer.get("quant_algo") if isinstance(layer, dict) else layer
-        if inner not in _ALGORITHMS - {"MIXED_PRECISION"}:
-            raise CheckpointError(f"{where}.quantized_layers.{name}: quant_algo {inner!r} is not supported")
-        if "NVFP4" in inner:
-            _check_group_size(f"{where}.quantized_layers.{name}", layer)
+        inner = f"{where}.quantized_layers.{name}"
+        if not isinstance(layer, dict):
+            raise CheckpointError(f"{inner} is {layer!r}; it must be an object with quant_algo")
+        if "NVFP4" in _algorithm(f"{inner}.quant_algo", layer.get("quant_algo")):
+            _check_group_size(inner, layer)
+
+
+def _algorithm(field: str, value: Any) -> str:
+    if not isinstance(value, str) or value not in _ALGORITHMS:
+        raise CheckpointError(f"{field} is {value!r}; supported: {', '.join(sorted(_ALGORITHMS))}")
+    return value
 
 
 def _check_group_size(where: str, stated: Mapping[str, Any]) -> None:
@@ -99,7 +101,9 @@ def _check_groups(where: str, stated: Mapping[str, Any]) -> None:
         raise CheckpointError(f"{where}.config_groups is {groups!r}; it must be an object with groups")
     for name, group in groups.items():
         inner = f"{where}.config_groups.{name}"
-        form = (group.get("format") if isinstance(group, dict) else None) or stated.get("format")
+        if not isinstance(group, dict):
+            raise CheckpointError(f"{inner} is {group!r}; it must be an object")
+        form = group.get("format") or stated.get("format")
         if form != _PACKED:
             raise CheckpointError(f"{inner}: format {form!r} is not supported; supported: {_PACKED}")
         weights = group.get("weights")

@@ -72,7 +72,7 @@ def save_pretrained(
         cannot be written, or tokenizer_dir has no tokenizer.json.
     """
     extra_files = extra_files or {}
-    target = Path(directory).expanduser().resolve()
+    target = _resolved(directory)
     _check_replaceable(target, extra_files)
     tokenizer_files = _tokenizer_files(target, tokenizer_dir)
     layout = layout_of(model)
@@ -124,9 +124,24 @@ def check_target(directory: str | Path, extra_names: Collection[str] = ()) -> No
     Raises:
       CheckpointError: the directory is not to be replaced, or its parent cannot be written.
     """
-    target = Path(directory).expanduser().resolve()
+    target = _resolved(directory)
     _check_replaceable(target, extra_names)
     _make_staging(target).rmdir()
+
+
+def _resolved(directory: str | Path) -> Path:
+    """The absolute path of a target.
+
+    Raises:
+      CheckpointError: it cannot be one.
+    """
+    try:
+        target = Path(directory).expanduser().resolve()
+    except (RuntimeError, ValueError, OSError) as error:  # no such user, NUL characters, loops of links
+        raise CheckpointError(f"{str(directory)!r} cannot be a directory: {error}") from error
+    if not target.name:
+        raise CheckpointError(f"{directory} cannot be replaced; give a directory below it")
+    return target
 
 
 def _make_staging(target: Path) -> Path:

@@ -115,15 +115,24 @@ def block_scales(x: jax.Array, amax: jax.Array, rule: str = "static_6") -> jax.A
     if rule == "static_4":
         return four
 
+    unit = _power_of_two_near(amax)
+    scaled, scaled_amax = _grouped(x) / unit[..., None], (amax / unit)[..., None]
+
     def error(scales: jax.Array) -> jax.Array:
         codes = _grouped(encode(x, scales, global_scale(amax, rule)).astype(jnp.float32))
-        near = _divided(codes * scales.astype(jnp.float32)[..., None] * amax[..., None], whole)
-        difference = near - _grouped(x)
+        near = _divided(codes * scales.astype(jnp.float32)[..., None] * scaled_amax, whole)
+        difference = near - scaled
         if rule == "mse":
             return _sum16(difference * difference)
         return _sum16(jnp.abs(difference)) if rule == "mae" else jnp.max(jnp.abs(difference), axis=-1)
 
     return jnp.where(error(four) < error(six), four, six)
+
+
+def _power_of_two_near(x: jax.Array) -> jax.Array:
+    """A power of two by which x can be divided to be near 1, exactly, so that its square has room."""
+    exponent = jax.lax.bitcast_convert_type(jnp.asarray(x, jnp.float32), jnp.int32) >> 23
+    return jax.lax.bitcast_convert_type(jnp.clip(exponent, 2, 252) << 23, jnp.float32)
 
 
 def _sum16(x: jax.Array) -> jax.Array:

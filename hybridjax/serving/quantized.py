@@ -51,6 +51,8 @@ def prepare(config: EngineConfig, model: Any) -> None:
         activations = "w4a16"
     count = set_activations(model, activations)
     if not count:
+        if activations == "w4a4":
+            raise ConfigError("nvfp4_activations is 'w4a4', but no weight of the checkpoint is in NVFP4")
         if config.nvfp4_activations != "auto":
             log.warning("nvfp4_activations is %s, but no weight is in NVFP4", config.nvfp4_activations)
         return

@@ -214,6 +214,27 @@ def test_mixed_precision_as_released(tmp_path, qwen):
     np.testing.assert_allclose(got, want, rtol=0, atol=5e-5 * np.abs(want).max())
 
 
+def test_matrices_in_fp8_with_one_scale_are_decoded(tmp_path, golden):
+    """ModelOpt's mix of NVFP4 and FP8, whose calibrated inputs we have no use for."""
+    plain = tmp_path / "plain"
+    shutil.copytree(golden, plain)
+    meant = rounded(golden, skip="*o_proj*")
+
+    def eight_bits(tensors: dict[str, np.ndarray]) -> None:
+        for name in [name for name in tensors if name.endswith("o_proj.weight")]:
+            scale = np.float32(np.abs(tensors[name]).max() / 448)
+            tensors[name] = (tensors[name] / scale).astype(FLOAT8)
+            tensors[name + "_scale"] = np.array(scale)
+            tensors[name.removesuffix("weight") + "input_scale"] = np.array(0.01, np.float32)
+            meant[name] = tensors[name].astype(np.float32) * scale
+
+    edit_stored(golden, eight_bits)
+    got, want = logits(golden), logits(unrounded(plain, tmp_path / "dense", meant))
+    np.testing.assert_allclose(got, want, rtol=0, atol=2e-5 * np.abs(want).max())
+    save_pretrained(load_model(golden, "float32"), tmp_path / "again")
+    np.testing.assert_array_equal(logits(tmp_path / "again"), got)
+
+
 def damaged(name: str, value) -> object:
     def change(tensors: dict[str, np.ndarray]) -> None:
         stored = tensors[name]
@@ -234,6 +255,7 @@ DAMAGE = [
     (UP + "weight_scale_2", np.nan, "weight_scale_2: the scale is nan; it must be finite"),
     (UP + "weight_scale_2", -1.0, "weight_scale_2: the scale is -1.0; it must be finite"),
     (UP + "weight_scale_2", 0.0, "weight_scale_2: the scale is 0.0; it must be finite"),
+    (UP + "weight_scale_2", 1e-42, "weight_scale_2: the scale is 1.0.*e-42; it must be finite"),
     (UP + "input_scale", np.inf, "input_scale: the scale is inf; it must be finite"),
     (UP + "input_scale", None, "up_proj.input_scale is missing, though .*gate_proj.input_scale"),
     (UP + "weight_scale", None, "up_proj.weight_scale .* is missing"),
@@ -273,9 +295,20 @@ STATED = [
             "quant_algo": "MIXED_PRECISION",
             "quantized_layers": {"x": {"quant_algo": "INT4_AWQ"}},
         },
-        "quantized_layers.x: quant_algo 'INT4_AWQ' is not supported",
+        "quantized_layers.x.quant_algo is 'INT4_AWQ'; supported",
     ),
     ("nvfp4", "quantization_config is 'nvfp4', not an object"),
+    ({"quant_method": ["modelopt"]}, "quant_method is ['modelopt']; supported"),
+    ({"quant_method": "modelopt", "quant_algo": ["NVFP4"]}, "quant_algo is ['NVFP4']; supported"),
+    (
+        {"quant_algo": "NVFP4", "quantized_layers": {"a": "NVFP4"}},
+        "quantized_layers.a is 'NVFP4'; it must be",
+    ),
+    (
+        {"quant_algo": "NVFP4", "quantized_layers": {"a": {"quant_algo": [1]}}},
+        "quantized_layers.a.quant_algo is [1]",
+    ),
+    ({"quant_method": "compressed-tensors", "config_groups": {"a": 1}}, "config_groups.a is 1; it must be"),
 ]
 
 

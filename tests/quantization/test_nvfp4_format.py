@@ -125,6 +125,19 @@ def test_an_adaptive_rule_is_never_worse_than_its_own_largest_code_of_6(x):
     assert (error(chosen) <= error(six) * (1 + 1e-5) + 1e-30).all()
 
 
+@pytest.mark.parametrize("rule", ["mse", "mae", "abs_max"])
+@pytest.mark.parametrize("exponent", [-100, -60, 60, 126])
+def test_the_choice_does_not_depend_on_the_unit(rule, exponent):
+    x = jnp.asarray(np.random.default_rng(0).uniform(-1.9, 1.9, (16, 64)).astype(np.float32))
+    once, scaled = quantized(x, rule=rule), quantized(x * np.float32(2.0**exponent), rule=rule)
+    np.testing.assert_array_equal(np.asarray(scaled.scales, np.float32), np.asarray(once.scales, np.float32))
+    np.testing.assert_array_equal(scaled.codes, once.codes)
+    chose_4 = np.asarray(once.scales, np.float32) != np.asarray(
+        block_scales(x, jnp.max(jnp.abs(x))[None, None], "static_6"), np.float32
+    )
+    assert chose_4.any()
+
+
 def test_fused_matrices_share_a_global_scale():
     rng = np.random.default_rng(0)
     x = jnp.asarray(rng.standard_normal((2, 8, 32), np.float32) * np.array([1, 5], np.float32)[:, None, None])

@@ -83,6 +83,8 @@ def test_w4a4_needs_calibrated_activations(rounded):
 def test_a_dense_model_has_no_use_for_the_flag(caplog):
     prepare(EngineConfig(nvfp4_activations="w4a16"), load_model(GOLDEN, "float32"))
     assert "no weight is in NVFP4" in caplog.text
+    with pytest.raises(ConfigError, match="'w4a4', but no weight of the checkpoint is in NVFP4"):
+        prepare(EngineConfig(nvfp4_activations="w4a4"), load_model(GOLDEN, "float32"))
 
 
 @pytest.mark.parametrize("field", ["quantization", "nvfp4_activations"])
