@@ -21,6 +21,7 @@ from hybridjax.calibration.settings import Settings
 from hybridjax.calibration.streaming import LayerStream
 from hybridjax.calibration.text import Sample, batches, cut, evenly, hold_out, read_documents
 from hybridjax.checkpoints import check_target, load_tokenizer, nvfp4, resolve
+from hybridjax.checkpoints.saving import resolved_target
 from hybridjax.configs.validation import check
 from hybridjax.errors import ConfigError
 
@@ -103,7 +104,7 @@ class Quantization:
         progress: bool | None = None,
     ):
         check(form in nvfp4.FORMATS, "format", form, f"one of {', '.join(nvfp4.FORMATS)}")
-        self.source, self.target = resolve(source), target.expanduser().resolve()
+        self.source, self.target = resolve(source), resolved_target(target)
         if self.target == self.source.resolve():
             raise ConfigError(
                 f"output is {target}, the model that is to be quantised; give another directory"
@@ -112,6 +113,7 @@ class Quantization:
         self.report_file = report_file or self.target.with_name(self.target.name + ".report.json")
         if self.report_file.suffix != ".json":
             raise ConfigError(f"report is {self.report_file}; it must end in .json")
+        report.check_writable(self.report_file)
         check_target(self.target)
         self.stream = LayerStream(self.source, dtype)
         text = getattr(self.stream.model.config, "text_config", self.stream.model.config)
@@ -144,13 +146,20 @@ class Quantization:
 
     def run(self) -> dict[str, Any]:
         """Quantises, writes the checkpoint and the report, and returns the latter's content."""
+        self.work.create()
+        try:
+            return self._run()
+        finally:
+            self.work.release()
+
+    def _run(self) -> dict[str, Any]:
         evaluations = self._evaluations()
         found: dict[str, Perplexity] = {}
         with tqdm.tqdm(
             total=self.stream.count * (1 + len(evaluations)), unit="layer", disable=self._hidden
         ) as bar:
             bar.set_description("quantising")
-            content = self.quantize(bar.update)
+            content = self._convert(bar.update)
             for name, (directory, activations) in evaluations.items():
                 bar.set_description(f"evaluating {name}")
                 found[name] = measure(
@@ -172,6 +181,12 @@ class Quantization:
         The work directory stays, so that a repeated run has nothing to do but what comes after.
         """
         self.work.create()
+        try:
+            return self._convert(step)
+        finally:
+            self.work.release()
+
+    def _convert(self, step: Callable[[], object]) -> dict[str, Any]:
         self._quantize(step)
         output.write(
             self.source,

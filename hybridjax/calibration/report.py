@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import statistics
+import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ from typing import Any
 import jax
 
 from hybridjax.calibration.perplexity import Perplexity
+from hybridjax.errors import ConfigError
 
 
 @jax.tree_util.register_dataclass
@@ -115,6 +117,22 @@ def perplexities(found: Mapping[str, Perplexity]) -> dict[str, Any]:
         }
         for name, one in found.items()
     }
+
+
+def check_writable(file: Path) -> None:
+    """Fails now where ``write`` would fail after hours.
+
+    Raises:
+      ConfigError: the file cannot be written.
+    """
+    try:
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=file.parent):
+            pass
+        if file.is_dir():
+            raise IsADirectoryError("it is a directory")
+    except OSError as error:
+        raise ConfigError(f"report is {file}, which cannot be written: {error}") from error
 
 
 def write(report: Mapping[str, Any], file: Path) -> None:

@@ -1,5 +1,6 @@
 """The work directory of a run: finished layers, so that a run that was stopped goes on where it was."""
 
+import fcntl
 import hashlib
 import json
 import os
@@ -12,6 +13,7 @@ import numpy as np
 
 from hybridjax.calibration.report import Module
 from hybridjax.checkpoints.safetensors_file import SafetensorsFile, write_safetensors
+from hybridjax.checkpoints.saving import remove_leftovers
 from hybridjax.errors import CheckpointError, ConfigError
 from hybridjax.json_files import read_object, write_object
 from hybridjax.quantization import NVFP4
@@ -30,13 +32,16 @@ class WorkDirectory:
       restart: throw away what another run has left.
 
     Raises:
-      ConfigError: another run's results are there and ``restart`` is not set.
+      ConfigError: another run's results are there and ``restart`` is not set, or another run is at work.
     """
 
     def __init__(self, target: Path, fingerprint: Mapping[str, Any], *, restart: bool = False):
         self.path = target.with_name(f".{target.name}.quantize")
+        self._target = target
         self._fingerprint = json.loads(json.dumps(fingerprint))
-        if restart:
+        self._lock: int | None = None
+        if restart and self.path.exists():
+            self._acquire()
             self.remove()
         try:
             known = read_object(self.path / _RUN) if self.path.exists() else None
@@ -50,10 +55,10 @@ class WorkDirectory:
             )
 
     def create(self) -> None:
-        """Makes the directory if it is not there.
+        """Makes the directory if it is not there, and keeps other runs away from it.
 
         Raises:
-          ConfigError: it cannot be written.
+          ConfigError: it cannot be written, or another run is at work.
         """
         try:
             if not self.path.exists():
@@ -62,12 +67,32 @@ class WorkDirectory:
                 fresh.mkdir(parents=True)
                 write_object(fresh / _RUN, self._fingerprint)
                 fresh.rename(self.path)
+            self._acquire()
+            remove_leftovers(self._target)
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written: {error}") from error
 
     def remove(self) -> None:
-        """Removes the directory."""
+        """Removes the directory and lets other runs come."""
         shutil.rmtree(self.path, ignore_errors=True)
+        self.release()
+
+    def release(self) -> None:
+        """Lets other runs come; idempotent. The process's end does so, too."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def _acquire(self) -> None:
+        if self._lock is not None:
+            return
+        descriptor = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as error:
+            os.close(descriptor)
+            raise ConfigError(f"{self._target} is being written by another run; wait for its end") from error
+        self._lock = descriptor
 
     def _file(self, index: int) -> Path:
         return self.path / f"layer-{index:05d}.safetensors"

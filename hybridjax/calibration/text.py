@@ -64,9 +64,11 @@ def read_documents(path: Path, tokenizer: TextTokenizer) -> list[list[int]]:
       ConfigError: the file cannot be read, a line is malformed, or there is no text.
     """
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read as text: {error}") from error
+    if "\0" in text:
+        raise ConfigError(f"{path}: holds NUL characters; it must be text")
     if path.suffix == ".jsonl":
         texts = [_line(path, number, line, tokenizer) for number, line in _lines(text)]
     else:

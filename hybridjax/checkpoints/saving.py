@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import math
 import os
+import re
 import shutil
 import uuid
 from collections import Counter
@@ -72,7 +73,7 @@ def save_pretrained(
         cannot be written, or tokenizer_dir has no tokenizer.json.
     """
     extra_files = extra_files or {}
-    target = _resolved(directory)
+    target = resolved_target(directory)
     _check_replaceable(target, extra_files)
     tokenizer_files = _tokenizer_files(target, tokenizer_dir)
     layout = layout_of(model)
@@ -124,12 +125,12 @@ def check_target(directory: str | Path, extra_names: Collection[str] = ()) -> No
     Raises:
       CheckpointError: the directory is not to be replaced, or its parent cannot be written.
     """
-    target = _resolved(directory)
+    target = resolved_target(directory)
     _check_replaceable(target, extra_names)
     _make_staging(target).rmdir()
 
 
-def _resolved(directory: str | Path) -> Path:
+def resolved_target(directory: str | Path) -> Path:
     """The absolute path of a target.
 
     Raises:
@@ -188,6 +189,14 @@ def _is_plain(name: str) -> bool:
 
 def _is_shard(name: str) -> bool:
     return name.startswith("model-") and name.endswith(".safetensors")
+
+
+def remove_leftovers(target: Path) -> None:
+    """Removes what runs that were killed while they replaced a target have left beside it."""
+    left = re.compile(rf"\.{re.escape(target.name)}\.[0-9a-f]{{8}}\.(tmp|old)")
+    for path in target.parent.iterdir():
+        if left.fullmatch(path.name):
+            shutil.rmtree(path, ignore_errors=True)
 
 
 def _flush(path: Path) -> None:

@@ -122,3 +122,16 @@ def test_the_last_tenth_is_held_out():
 def test_evenly_spaced():
     assert evenly(range(10), 3) == [0, 3, 6]
     assert evenly(range(3), 5) == [0, 1, 2]
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path, tokenizer):
+    (tmp_path / "a.jsonl").write_text(json.dumps({"text": "Some words."}) + "\n", encoding="utf-8-sig")
+    assert [tokenizer.decode(ids) for ids in read_documents(tmp_path / "a.jsonl", tokenizer)] == [
+        "Some words."
+    ]
+
+
+def test_nul_characters_are_no_text(tmp_path, tokenizer):
+    (tmp_path / "a.txt").write_text("a\0b")
+    with pytest.raises(ConfigError, match="a.txt: holds NUL characters"):
+        read_documents(tmp_path / "a.txt", tokenizer)

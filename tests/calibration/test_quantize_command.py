@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import jax.numpy as jnp
 import ml_dtypes
@@ -14,7 +15,7 @@ from hybridjax.calibration import Quantization, Settings
 from hybridjax.calibration.results import WorkDirectory
 from hybridjax.checkpoints import load_model
 from hybridjax.checkpoints.safetensors_file import SafetensorsFile, write_safetensors
-from hybridjax.errors import ConfigError
+from hybridjax.errors import CheckpointError, ConfigError
 from hybridjax.layers.quantized import NVFP4Experts, NVFP4Weight, SplitWeight
 from hybridjax.quantization import NVFP4, dequantize, quantize
 from hybridjax.quantize import main
@@ -108,17 +109,56 @@ def test_a_run_that_was_stopped_goes_on_and_gives_the_same_bytes(dense, tmp_path
     with pytest.raises(KeyboardInterrupt):
         run().quantize()
     assert not (tmp_path / "again").exists()
+    # What a run leaves that is killed while it writes the output; another name's is not ours.
+    killed, other = tmp_path / ".again.0123abcd.tmp", tmp_path / ".again2.0123abcd.tmp"
+    for path in (killed, other):
+        (path / "part").mkdir(parents=True)
     with pytest.raises(ConfigError, match="run with another skip; repeat that run, or --restart"):
         run(skip=())
     saved.clear()
     run().quantize()
-    assert saved == [2, 3]
+    assert saved == [2, 3] and not killed.exists() and other.exists()
     for file in out.iterdir():
         assert file.read_bytes() == (tmp_path / "again" / file.name).read_bytes(), file.name
     # Nothing is left to do, and that changes nothing.
     saved[:] = [0, 0]
     run().quantize()
     assert run(skip=(), restart=True).work.path.exists() is False
+
+
+def test_two_runs_on_one_output_do_not_meet(dense, tmp_path):
+    source, _, _ = dense
+    settings = Settings(method="rtn", weights_only=True)
+
+    def run(**options):
+        return Quantization(source, tmp_path / "one", "modelopt", settings, progress=False, **options)
+
+    first, second = run(), run()
+    first.work.create()
+    with pytest.raises(ConfigError, match="one is being written by another run; wait for its end"):
+        second.quantize()
+    with pytest.raises(ConfigError, match="being written by another run"):
+        run(restart=True)
+    first.work.release()
+    second.quantize()
+    assert (tmp_path / "one/config.json").exists()
+
+
+def test_a_report_that_cannot_be_written_is_told_at_once(dense, tmp_path):
+    source, _, _ = dense
+    (tmp_path / "file").write_text("")
+    (tmp_path / "folder.json").mkdir()
+    settings = Settings(method="rtn", weights_only=True)
+    for report in ("file/report.json", "folder.json"):
+        with pytest.raises(ConfigError, match="which cannot be written"):
+            Quantization(source, tmp_path / "out", "modelopt", settings, report_file=tmp_path / report)
+
+
+@pytest.mark.parametrize("output", ["/", "~no-such-user/x", "a\0b"])
+def test_an_output_that_can_be_no_directory_is_refused(dense, output):
+    source, _, _ = dense
+    with pytest.raises(CheckpointError, match="cannot be a directory|cannot be replaced"):
+        Quantization(source, Path(output), "modelopt", Settings(method="rtn", weights_only=True))
 
 
 def test_a_mixture_of_experts(tmp_path):
