@@ -5,6 +5,7 @@ from typing import Any
 from llguidance import LLMatcher
 
 from hybridjax.structured.ebnf import ebnf_to_lark
+from hybridjax.structured.schema_names import escapes_of
 from hybridjax.structured.schema_numbers import check_numbers, loads_exactly
 
 MAX_JSON_DEPTH = 64
@@ -36,7 +37,8 @@ def to_llguidance(kind: str, source: str, max_bytes: int) -> str:
         spaced = isinstance(own, dict) and not own.keys().isdisjoint(_WHITESPACE)
         # The source as it was written: parsing it would lose repeated keys and the exactness of numbers.
         source = source if schema else "{}"
-        return LLMatcher.grammar_from_json_schema(source, defaults=None if spaced else _JSON_OPTIONS)
+        defaults: Any = ({} if spaced else _JSON_OPTIONS) | escapes_of(schema)
+        return LLMatcher.grammar_from_json_schema(source, defaults=defaults or None)
     if kind == "json_object":
         return LLMatcher.grammar_from_json_schema(_ANY_OBJECT, defaults=_JSON_OPTIONS)
     if not source.strip():

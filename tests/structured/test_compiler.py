@@ -395,3 +395,20 @@ def test_no_end_token_no_grammars(tokenizer):
     with pytest.raises(HybridJaxError, match="end token"):
         GrammarCompiler(tokenizer, 2048, (5000,))
     assert not GrammarCompiler.supports(object())
+
+
+@pytest.mark.parametrize("own", [{}, {"x-guidance": {"whitespace_flexible": True}}])
+def test_an_escaped_name_is_no_way_around_a_propertys_schema(compiler, tokenizer, own):
+    schema = {"type": "object", "properties": {"a": {"type": "integer"}}, "required": ["a"]} | own
+    for text, fits in (
+        (r'{"a": 1, "\u0061": "x"}', False),
+        (r'{"a": 1, "b": "\n\""}', True),
+        ('{"a": 1, "\u00e4": "\u00fc"}', True),
+    ):
+        assert accepts(compiler.matcher("json_schema", json.dumps(schema)), text, tokenizer) == fits, text
+    closed = json.dumps(schema | {"additionalProperties": False})
+    assert accepts(compiler.matcher("json_schema", closed), '{"a": 1}', tokenizer)
+    texts = json.dumps(
+        {"type": "object", "properties": {"a": {"type": "string"}}, "additionalProperties": False}
+    )
+    assert accepts(compiler.matcher("json_schema", texts), r'{"a": "\u0007"}', tokenizer)

@@ -269,21 +269,9 @@ def _json_rule(schema: Mapping[str, Any], **options: Any) -> str:
 
 def _schema(schema: Mapping[str, Any]) -> str:
     """Keywords that llguidance does not know are let through instead of refused."""
-    # Escaped, a property's name would pass for one that the schema does not hold.
-    escapes = {"json_allowed_escapes": 'nrbtf\\"'} if _takes_other_names(schema) else {}
-    return _json_rule(schema, lenient=True, **escapes)
+    from hybridjax.structured.schema_names import escapes_of
 
-
-def _takes_other_names(schema: Any) -> bool:
-    """Whether an object may have properties beside those that it names."""
-    if isinstance(schema, list):
-        return any(map(_takes_other_names, schema))
-    if not isinstance(schema, Mapping):
-        return False
-    named = schema.get("properties"), schema.get("patternProperties")
-    if (any(named) and schema.get("additionalProperties") is not False) or named[1]:
-        return True
-    return any(map(_takes_other_names, schema.values()))
+    return _json_rule(schema, lenient=True, **escapes_of(schema))
 
 
 def _text(text: str) -> str:
