@@ -4,11 +4,16 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
 from hybridjax.pallas_kernels import aot
 from hybridjax.pallas_kernels.catalog import KERNELS
+
+needs_compilers = pytest.mark.skipif(
+    not aot.available(), reason="needs jax-cuda13-plugin, -pjrt, nvidia-cuda-nvcc, nvidia-nvvm"
+)
 
 HLO = """
 input_output_alias={ {1}: (4, {}, may-alias) }
@@ -45,9 +50,7 @@ def test_a_report_on_a_pool_that_is_not_aliased_says_so(tmp_path):
     assert not found["in_place"] and not found["copies"] and not found["spilled"]
 
 
-@pytest.mark.skipif(
-    not aot.available(), reason="needs jax-cuda13-plugin, -pjrt, nvidia-cuda-nvcc, nvidia-nvvm"
-)
+@needs_compilers
 @pytest.mark.parametrize("architecture", aot.GPUS)
 def test_kernels_compile_without_spills_and_without_copies_of_the_pool(architecture):
     done = subprocess.run(
@@ -67,3 +70,17 @@ def test_kernels_compile_without_spills_and_without_copies_of_the_pool(architect
         assert kernel["shared_memory"] <= kernel["limit"] == aot.GPUS[architecture].block_shared_memory
         assert kernel["in_place"] == entry.writes and not kernel["copies"]
         assert bool(kernel["tensor_core"]) == entry.tensor_cores
+
+
+@needs_compilers
+@pytest.mark.parametrize("architecture", ["sm_100a", "sm_120a"])
+def test_w4a4_is_one_block_scaled_product_of_the_library_on_blackwell(architecture):
+    script = Path(__file__).with_name("compile_block_scaled.py")
+    done = subprocess.run(
+        [sys.executable, str(script), architecture],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    assert done.stdout.split() == ["__cudnn$blockScaledDot"]
