@@ -4,8 +4,8 @@
 
 A MiniCPM-SALA of the released widths in bfloat16. Prints, for the largest programs of a context of that
 length, the compiler's own account of memory: what goes in (weights and state), how much of it the results
-reuse, and the temporaries. Needs the compilers that ``make aot`` installs. Matmuls are not autotuned without a
-GPU, so their scratch memory may differ there.
+reuse, and the temporaries. Needs the compilers that ``make aot`` installs. Matmuls are not autotuned without
+a GPU, so their scratch memory may differ there.
 """
 
 import argparse
