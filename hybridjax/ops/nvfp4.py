@@ -97,9 +97,10 @@ def _w4a4_block_scaled(x, codes, scales, global_scale, input_scale, out_dtype=No
 
 
 nvfp4_w4a16 = Op("nvfp4_w4a16", _w4a16)
+nvfp4_w4a16.register("xla", _w4a16_decoded, platforms=("gpu",))
+# By name only, until it has run on a GPU.
 nvfp4_w4a16.register(
     "mosaic_gpu", "hybridjax.pallas_kernels.nvfp4:w4a16", platforms=("gpu",), supports=_hopper
 )
-nvfp4_w4a16.register("xla", _w4a16_decoded, platforms=("gpu",))
 nvfp4_w4a4 = Op("nvfp4_w4a4", _w4a4)
 nvfp4_w4a4.register("block_scaled", _w4a4_block_scaled, platforms=("gpu",), supports=_blackwell)

@@ -113,10 +113,11 @@ def _automatic(*args):
 
 
 nvfp4_experts = Op("nvfp4_experts", _nvfp4_experts)
+nvfp4_experts.register("xla", _automatic)
+# By name only, until it has run on a GPU.
 nvfp4_experts.register(
     "mosaic_gpu", "hybridjax.pallas_kernels.nvfp4:experts", platforms=("gpu",), supports=_hopper
 )
-nvfp4_experts.register("xla", _automatic)
 nvfp4_experts.register("gather", _gather)
 nvfp4_experts.register("blocked", _blocked)
 nvfp4_experts.register("decoded", _decoded)

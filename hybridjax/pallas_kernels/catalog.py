@@ -219,7 +219,7 @@ KERNELS = (
     Kernel(
         op="nvfp4_w4a16",
         target="hybridjax.pallas_kernels.nvfp4.dense:w4a16",
-        ran=("sm_90",),
+        ran=(),
         compiles=("sm_90a", "sm_100a", "sm_120a"),
         operands=_dense(1, 4096, 32768),
         options={},
@@ -244,7 +244,7 @@ KERNELS = (
     Kernel(
         op="nvfp4_experts",
         target="hybridjax.pallas_kernels.nvfp4.grouped:experts",
-        ran=("sm_90",),
+        ran=(),
         compiles=("sm_90a", "sm_100a", "sm_120a"),
         operands=_experts(1),
         options={},

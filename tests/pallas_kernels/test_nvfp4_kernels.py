@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from interpreting import ON_GPU, interpreted
 
+from hybridjax.errors import ConfigError
 from hybridjax.ops import nvfp4_experts, nvfp4_w4a16
 from hybridjax.ops.dispatch import assume
 from hybridjax.pallas_kernels.nvfp4 import experts, w4a16
@@ -132,22 +133,28 @@ def shapes(rows, columns, features, dtype=jnp.bfloat16):
 
 
 @pytest.mark.parametrize(
-    ("where", "args", "want"),
+    ("where", "args", "fits"),
     [
-        ("sm_90", shapes(1, 4096, 32768), "mosaic_gpu"),
-        ("sm_90", shapes(64, 640, 2560), "mosaic_gpu"),
-        ("sm_90", shapes(512, 4096, 4096), "mosaic_gpu"),
-        ("sm_90", shapes(513, 4096, 4096), "xla"),
-        ("sm_90", shapes(1, 4096, 32768, jnp.float32), "xla"),
-        ("sm_90", shapes(1, 1120, 64), "xla"),
-        ("sm_90", shapes(1, 4096, 4100), "xla"),
-        ("sm_100", shapes(1, 4096, 32768), "xla"),
-        ("cpu", shapes(1, 4096, 32768), "reference"),
+        ("sm_90", shapes(1, 4096, 32768), True),
+        ("sm_90", shapes(64, 640, 2560), True),
+        ("sm_90", shapes(512, 4096, 4096), True),
+        ("sm_90", shapes(513, 4096, 4096), False),
+        ("sm_90", shapes(1, 4096, 32768, jnp.float32), False),
+        ("sm_90", shapes(1, 1120, 64), False),
+        ("sm_90", shapes(1, 4096, 4100), False),
+        ("sm_100", shapes(1, 4096, 32768), False),
+        ("cpu", shapes(1, 4096, 32768), False),
     ],
 )
-def test_the_choice_follows_rows_dtype_sizes_and_hardware(where, args, want):
+def test_what_the_kernel_takes_follows_rows_dtype_sizes_and_hardware(where, args, fits):
     with assume(where):
-        assert nvfp4_w4a16.select(*args) == want
+        # It has not run on a GPU yet, so that only its name chooses it.
+        assert nvfp4_w4a16.select(*args) == ("reference" if where == "cpu" else "xla")
+        if fits:
+            assert nvfp4_w4a16.select(*args, implementation="mosaic_gpu") == "mosaic_gpu"
+            return
+        with pytest.raises((ConfigError, NotImplementedError)):
+            nvfp4_w4a16.select(*args, implementation="mosaic_gpu")
 
 
 @pytest.mark.parametrize(
