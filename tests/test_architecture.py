@@ -5,6 +5,7 @@ import re
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -97,6 +98,12 @@ def test_the_tests_that_the_security_table_names_exist():
 def test_files_stay_readable(path):
     limit = 700 if "pallas_kernels" in path.parts else 500
     assert len(path.read_text().splitlines()) <= limit
+
+
+def test_no_two_files_of_tests_have_the_same_name():
+    """pytest imports them by that name alone, so that the second one cannot be collected."""
+    names = Counter(path.name for path in (ROOT / "tests").rglob("*.py") if path.name != "conftest.py")
+    assert [name for name, count in names.items() if count > 1] == []
 
 
 def test_importing_the_package_imports_no_jax():

@@ -182,6 +182,7 @@
 
   function fail(parts, answer, error) {
     answer.reason = `failed: ${error.message}`;
+    answer.failed = true;
     parts.box.classList.add("failed");
   }
 
@@ -192,8 +193,8 @@
     if (answer.first !== null) facts.push(`first after ${seconds(answer.first)}`);
     parts.facts.textContent = facts.join(" · ");
     byId("announce").textContent = `${answer.text || "No text."} (${facts[0]})`;
-    // A turn without an answer is not repeated to the model.
-    if (answer.text) state.messages.push({ role: "assistant", text: answer.text, images: [] });
+    // A turn that failed or has no answer is not repeated to the model, whatever of its text has come.
+    if (answer.text && !answer.failed) state.messages.push({ role: "assistant", text: answer.text, images: [] });
     else state.messages.pop();
     scrollDown(false);
     setBusy(null);
