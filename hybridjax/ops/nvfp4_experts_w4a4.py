@@ -50,8 +50,8 @@ def _experts(
         x, ids, weights = item
 
         def choice(expert):
-            one = jax.tree.map(lambda value: value[jnp.maximum(expert, 0)], (gate_up, down))
-            return _one(x[None], *one, (gate_up_input, down_input))[0]
+            wide, narrow = jax.tree.map(lambda value: value[jnp.maximum(expert, 0)], (gate_up, down))
+            return _one(x[None], wide, narrow, (gate_up_input, down_input))[0]
 
         out = jax.vmap(choice)(ids)
         return jnp.sum(jnp.where(ids[:, None] < 0, 0.0, weights[:, None] * out), axis=0)
@@ -66,8 +66,8 @@ def _blocked(x, ids, weights, gate_up, down, gate_up_input, down_input):
     rows = x[blocks.row]
 
     def step(i, out):
-        one = jax.tree.map(lambda value: value[blocks.expert[i]], (gate_up, down))
-        return out.at[i].set(_one(rows[i], *one, (gate_up_input, down_input)))
+        wide, narrow = jax.tree.map(lambda value: value[blocks.expert[i]], (gate_up, down))
+        return out.at[i].set(_one(rows[i], wide, narrow, (gate_up_input, down_input)))
 
     out = jax.lax.fori_loop(0, blocks.active, step, jnp.zeros(rows.shape, jnp.float32))
     return combine(out.reshape(-1, x.shape[1]), blocks.place, ids, weights).astype(x.dtype)
