@@ -15,6 +15,7 @@ from hybridjax.calibration.selection import LayerPlan
 from hybridjax.calibration.streaming import Layer
 from hybridjax.models.base import Path, module_at
 from hybridjax.ops.dispatch import einsum_f32
+from hybridjax.ops.experts import activate
 
 _CHUNK = 256  # rows of an expert that are added at a time
 
@@ -177,6 +178,5 @@ def _chunks(rows: Sequence[tuple[np.ndarray, np.ndarray]], first: int, count: in
 
 @functools.partial(jax.jit, donate_argnums=0)
 def _add_experts(sums: tuple[Inputs, Inputs], x: jax.Array, gate_up: jax.Array) -> tuple[Inputs, Inputs]:
-    gate, up = jnp.split(einsum_f32("gnh,goh->gno", x, gate_up), 2, axis=-1)
-    between = (jax.nn.silu(gate) * up).astype(x.dtype)
+    between = activate(einsum_f32("gnh,goh->gno", x, gate_up), x.dtype)
     return sums[0].plus(x), sums[1].plus(between)

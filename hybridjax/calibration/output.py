@@ -106,7 +106,9 @@ def write(
         if name in replacements:
             for new in replacements[name]:
                 for stored, value in _stored(new, results[new], form).items():
-                    tensors[stored] = StoredTensor(value.dtype, value.shape, functools.partial(_same, value))
+                    tensors[stored] = StoredTensor(
+                        value.dtype, value.shape, functools.partial(np.asarray, value)
+                    )
         elif name not in dropped:
             info = file.tensors[name]
             tensors[name] = StoredTensor(info.dtype, info.shape, functools.partial(file.read, name))
@@ -126,7 +128,3 @@ def write(
 def _stored(name: str, result: tuple[NVFP4, float | None], form: str) -> dict[str, np.ndarray]:
     weight, input_scale = result
     return nvfp4.stored_tensors(name, weight, input_scale, form)
-
-
-def _same(value: np.ndarray) -> np.ndarray:
-    return value

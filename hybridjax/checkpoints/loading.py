@@ -140,7 +140,7 @@ def open_directory(
             return model
 
         model = nnx.eval_shape(build)
-        layout = layout_of(model, shapes)
+        layout = layout_of(model, shapes, entries)
         check_tensors(model, layout, weights)
         load_constants(model, weights)
     except (CheckpointError, ConfigError) as error:

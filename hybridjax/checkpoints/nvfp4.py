@@ -76,8 +76,8 @@ def common_layout(names: Collection[str]) -> str:
     return COMPRESSED_TENSORS if any(name.endswith("weight_packed") for name in names) else MODELOPT
 
 
-def exchange_weights(model: Any, entries: Sequence[TensorEntry], names: Collection[str]) -> bool:
-    """Gives a model weights in NVFP4 where a checkpoint has them; returns whether there are any.
+def exchange_weights(model: Any, entries: Sequence[TensorEntry], names: Collection[str]) -> None:
+    """Gives a model weights in NVFP4 where a checkpoint has them.
 
     Args:
       model: that was only traced, with dense weights.
@@ -107,7 +107,6 @@ def exchange_weights(model: Any, entries: Sequence[TensorEntry], names: Collecti
             _exchange_linear(model, path, held, names)
     for path, held in experts.items():
         _exchange_experts(model, path, held, names)
-    return any(layout_of_weight(entry.name, names) for entry in entries)
 
 
 def _exchange_linear(model: Any, path: Path, entries: Sequence[TensorEntry], names: Collection[str]) -> None:

@@ -46,21 +46,28 @@ class Layout:
     tables: tuple[tuple[TensorEntry, ...], ...] = ()
 
 
-def layout_of(model: Any, names: Mapping[str, tuple[int, ...]] | None = None) -> Layout:
+def layout_of(
+    model: Any,
+    names: Mapping[str, tuple[int, ...]] | None = None,
+    entries: Sequence[TensorEntry] | None = None,
+) -> Layout:
     """Every parameter and host table with its tensors.
 
     Args:
       model: the model, or one that was only traced.
       names: shapes of a checkpoint's tensors by name; None: the layout that is saved.
+      entries: what the model class's ``checkpoint_entries`` gives for these names, if that is known.
 
     Raises:
       CheckpointError: the table does not cover the parameters exactly: a bug in the model class.
     """
     by_path: dict[Path, list[TensorEntry]] = {}
-    # A model that was loaded in NVFP4 is saved with its experts, like its table's shards, as they were.
-    known = getattr(model, "stored_shapes", None) if names is None else names
-    entries = type(model).checkpoint_entries(model.config, known)
-    for entry in nvfp4.expand(model, entries, names):
+    dense = entries
+    if dense is None:
+        # A model that was loaded in NVFP4 is saved with its experts, like its table's shards, as they were.
+        known = getattr(model, "stored_shapes", None) if names is None else names
+        dense = tuple(type(model).checkpoint_entries(model.config, known))
+    for entry in nvfp4.expand(model, dense, names):
         by_path.setdefault(tuple(entry.path), []).append(entry)
     params, others = nnx.state(model, nnx.Param, ...)
     variables = dict(nnx.to_flat_state(params))

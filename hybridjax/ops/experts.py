@@ -20,7 +20,7 @@ _DENSE_SCRATCH_BYTES = 2**30
 _PAIRWISE = 8192  # choices up to which comparing all pairs beats a sort on a GPU
 
 
-def _activate(gate_up: jax.Array, dtype: jnp.dtype) -> jax.Array:
+def activate(gate_up: jax.Array, dtype: jnp.dtype) -> jax.Array:
     """float32[..., 2I] -> silu(gate) * up [..., I], rounded to ``dtype``."""
     gate, up = jnp.split(gate_up, 2, axis=-1)
     return (jax.nn.silu(gate) * up).astype(dtype)
@@ -45,7 +45,7 @@ def _experts(
     def row(item):
         x, ids, weights = item
         chosen = jnp.maximum(ids, 0)
-        hidden = _activate(einsum_f32("koh,h->ko", gate_up[chosen], x), x.dtype)
+        hidden = activate(einsum_f32("koh,h->ko", gate_up[chosen], x), x.dtype)
         out = einsum_f32("khi,ki->kh", down[chosen], hidden)
         return jnp.sum(jnp.where(ids[:, None] < 0, 0.0, weights[:, None] * out), axis=0)
 
@@ -54,7 +54,7 @@ def _experts(
 
 def _experts_dense(x, ids, weights, gate_up, down):
     """All experts for all rows: for few experts, and a row's result never depends on its neighbours."""
-    hidden = _activate(einsum_f32("nh,eoh->neo", x, gate_up), x.dtype)
+    hidden = activate(einsum_f32("nh,eoh->neo", x, gate_up), x.dtype)
     out = einsum_f32("nei,ehi->neh", hidden, down)
     experts = jnp.arange(gate_up.shape[0], dtype=jnp.int32)
     each = jnp.where(ids[..., None] == experts, weights[..., None], 0.0).sum(axis=1)
@@ -65,7 +65,7 @@ def _experts_gather(x, ids, weights, gate_up, down):
     """One product per choice. Sums, not matmuls: XLA fuses the gather of the weights into them on GPUs."""
     chosen = jnp.maximum(ids, 0)
     wide = x.astype(jnp.float32)[:, None, None, :]
-    hidden = _activate(jnp.sum(gate_up[chosen].astype(jnp.float32) * wide, axis=-1), x.dtype)
+    hidden = activate(jnp.sum(gate_up[chosen].astype(jnp.float32) * wide, axis=-1), x.dtype)
     out = jnp.sum(down[chosen].astype(jnp.float32) * hidden.astype(jnp.float32)[:, :, None, :], axis=-1)
     return jnp.sum(jnp.where(ids[..., None] < 0, 0.0, weights[..., None] * out), axis=1).astype(x.dtype)
 
@@ -87,7 +87,7 @@ def _experts_ragged(x, ids, weights, gate_up, down):
             rows, matrices, sizes, precision=precision, preferred_element_type=jnp.float32
         )
 
-    hidden = _activate(product(x[order // k], gate_up), x.dtype)
+    hidden = activate(product(x[order // k], gate_up), x.dtype)
     out = jnp.zeros((rows * k, x.shape[1]), jnp.float32).at[order].set(product(hidden, down))
     out = out.reshape(rows, k, -1)
     return jnp.sum(jnp.where(ids[..., None] < 0, 0.0, weights[..., None] * out), axis=1).astype(x.dtype)
@@ -163,7 +163,7 @@ def combine(out: jax.Array, place: jax.Array, ids: jax.Array, weights: jax.Array
 
 def _block(x, gate_up, down):
     """One block through one expert: [size, H] -> float32[size, H]."""
-    return einsum_f32("ni,hi->nh", _activate(einsum_f32("nh,oh->no", x, gate_up), x.dtype), down)
+    return einsum_f32("ni,hi->nh", activate(einsum_f32("nh,oh->no", x, gate_up), x.dtype), down)
 
 
 @jax.custom_vjp

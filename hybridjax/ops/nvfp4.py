@@ -9,6 +9,7 @@ import jax.numpy as jnp
 
 from hybridjax.ops.dispatch import Op, architecture, einsum_f32
 from hybridjax.quantization import decode, pack, quantize_activations
+from hybridjax.quantization.dispatch import BLACKWELL
 
 _FLOAT32 = jnp.dtype(jnp.float32)
 BLOCK_ROWS = 64  # of x that the GPU kernel multiplies at a time
@@ -85,7 +86,7 @@ def _hopper(x, codes, scales, global_scale, out_dtype=None) -> bool:
 
 def _blackwell(*args, **kwargs) -> bool:
     """Tensor cores that multiply block-scaled FP4."""
-    return architecture() in ("sm_100", "sm_103", "sm_120", "sm_121")
+    return architecture() in BLACKWELL
 
 
 def _w4a4_block_scaled(x, codes, scales, global_scale, input_scale, out_dtype=None):

@@ -10,7 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from hybridjax.ops.dispatch import Op, einsum_f32, platform
-from hybridjax.ops.experts import block_size, combine, experts_blocked, lay_out
+from hybridjax.ops.experts import activate, block_size, combine, experts_blocked, lay_out
 from hybridjax.ops.nvfp4 import kernel_fits
 from hybridjax.quantization import NVFP4, decode
 
@@ -21,12 +21,6 @@ _DECODED_BYTES = 2**25  # of all experts in float32 that are decoded in each ste
 def _take(weight: NVFP4, experts: jax.Array) -> NVFP4:
     """The matrices of some experts."""
     return jax.tree.map(lambda x: x[experts], weight)
-
-
-def _swiglu(gate_up: jax.Array, dtype: jnp.dtype) -> jax.Array:
-    """float32[..., 2I] -> silu(gate) * up [..., I], rounded to ``dtype``."""
-    gate, up = jnp.split(gate_up, 2, axis=-1)
-    return (jax.nn.silu(gate) * up).astype(dtype)
 
 
 def _product(spec: str, x: jax.Array, weight: NVFP4) -> jax.Array:
@@ -54,7 +48,7 @@ def _nvfp4_experts(
     def row(item):
         x, ids, weights = item
         chosen = jnp.maximum(ids, 0)
-        hidden = _swiglu(_product("h,koh->ko", x, _take(gate_up, chosen)), x.dtype)
+        hidden = activate(_product("h,koh->ko", x, _take(gate_up, chosen)), x.dtype)
         out = _product("ki,khi->kh", hidden, _take(down, chosen))
         return jnp.sum(jnp.where(ids[:, None] < 0, 0.0, weights[:, None] * out), axis=0)
 
@@ -64,7 +58,7 @@ def _nvfp4_experts(
 def _gather(x, ids, weights, gate_up, down):
     """One product per choice, all at once: for few choices."""
     chosen = jnp.maximum(ids, 0)
-    hidden = _swiglu(_product("nh,nkoh->nko", x, _take(gate_up, chosen)), x.dtype)
+    hidden = activate(_product("nh,nkoh->nko", x, _take(gate_up, chosen)), x.dtype)
     out = _product("nki,nkhi->nkh", hidden, _take(down, chosen))
     return jnp.sum(jnp.where(ids[..., None] < 0, 0.0, weights[..., None] * out), axis=1).astype(x.dtype)
 
@@ -77,7 +71,7 @@ def _blocked(x, ids, weights, gate_up, down):
 
     def step(i, out):
         expert = blocks.expert[i]
-        hidden = _swiglu(_product("nh,oh->no", rows[i], _take(gate_up, expert)), x.dtype)
+        hidden = activate(_product("nh,oh->no", rows[i], _take(gate_up, expert)), x.dtype)
         return out.at[i].set(_product("ni,hi->nh", hidden, _take(down, expert)))
 
     out = jax.lax.fori_loop(0, blocks.active, step, jnp.zeros(rows.shape, jnp.float32))

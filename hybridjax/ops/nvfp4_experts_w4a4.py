@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from hybridjax.ops.dispatch import Op, einsum_f32
-from hybridjax.ops.experts import block_size, combine, lay_out
+from hybridjax.ops.experts import activate, block_size, combine, lay_out
 from hybridjax.quantization import NVFP4, decode, pack, quantize_activations
 
 
@@ -21,8 +21,7 @@ def _rounded(x: jax.Array, scale: jax.Array) -> jax.Array:
 def _one(x: jax.Array, gate_up: NVFP4, down: NVFP4, scales: tuple[jax.Array, jax.Array]) -> jax.Array:
     """Rows [n, H] through one expert: float32[n, H]."""
     wide = einsum_f32("nh,oh->no", _rounded(x, scales[0]), decode(gate_up.codes, gate_up.scales))
-    gate, up = jnp.split(wide * (scales[0] * gate_up.global_scale), 2, axis=-1)
-    hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
+    hidden = activate(wide * (scales[0] * gate_up.global_scale), x.dtype)
     narrow = einsum_f32("ni,hi->nh", _rounded(hidden, scales[1]), decode(down.codes, down.scales))
     return narrow * (scales[1] * down.global_scale)
 

@@ -49,6 +49,15 @@ def once(condition, action=break_down):
     return hook
 
 
+def entry_with(engine, recorder, source):
+    """The entry "bad", whose text comes from ``source``; other requests' does not."""
+    make = engine._make_text_source
+    engine._make_text_source = lambda *_: source
+    entry = engine._entry([1, 2], LONG, recorder, "bad")
+    engine._make_text_source = make
+    return entry
+
+
 def names(plan) -> set[str]:
     return {row.request.request_id for row in plan.rows}
 
@@ -210,10 +219,7 @@ def test_a_detokenizer_that_raises_fails_only_its_request():
 
     with serving(tokenizer=FakeTokenizer()) as (engine, _):
         recorder = Recorder()
-        make = engine._make_text_source
-        engine._make_text_source = lambda *_: Bad()
-        entry = engine._entry([1, 2], LONG, recorder, "bad")
-        engine._make_text_source = make
+        entry = entry_with(engine, recorder, Bad())
         engine._loop.add([entry])
         engine.submit([1, 2], LONG, recorder, request_id="good")
         recorder.wait(2)
@@ -498,10 +504,7 @@ def test_a_detokenizer_that_fails_when_a_request_is_aborted_fails_only_this():
 
     with serving(tokenizer=FakeTokenizer()) as (engine, runner):
         recorder = Recorder()
-        make = engine._make_text_source
-        engine._make_text_source = lambda *_: Bad()
-        entry = engine._entry([1, 2], LONG, recorder, "bad")
-        engine._make_text_source = make
+        entry = entry_with(engine, recorder, Bad())
         runner.on_launch = once(lambda plan: isinstance(plan, DecodePlan), lambda plan: engine.abort("bad"))
         engine._loop.add([entry])
         engine.submit([1, 2], LONG, recorder, request_id="good")

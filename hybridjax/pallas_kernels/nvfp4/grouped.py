@@ -10,7 +10,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from hybridjax.ops.experts import block_size, combine, lay_out
+from hybridjax.ops.experts import activate, block_size, combine, lay_out
 from hybridjax.ops.nvfp4 import BLOCK_ROWS
 from hybridjax.pallas_kernels.nvfp4.kernel import Tuning, may_activate, product, shared_memory
 from hybridjax.quantization import NVFP4
@@ -68,8 +68,7 @@ def experts(
     hidden = through(tokens, gate_up, share, 0)
     swiglu = bool(alone) and may_activate(down.codes.shape[2] * 2)
     if not swiglu:
-        gate, up = jnp.split(jnp.sum(hidden, axis=0), 2, axis=1)
-        hidden = (jax.nn.silu(gate) * up).astype(x.dtype)
+        hidden = activate(jnp.sum(hidden, axis=0), x.dtype)
     out = jnp.sum(through(hidden, down, 1, 1, swiglu), axis=0)
     place = jnp.arange(ids.size, dtype=jnp.int32).reshape(rows, k) if alone else layout.place
     return combine(out, place, ids, weights).astype(x.dtype)
