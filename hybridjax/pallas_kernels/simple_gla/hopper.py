@@ -123,10 +123,16 @@ def prefill(
             distance = (row - column).astype(jnp.float32)
             fading = jnp.where(row >= column, scale * jnp.exp(-slope * jnp.maximum(distance, 0.0)), 0.0)
 
-            def step(tile, state):
+            def about(tile):
+                """First row with a token, the row behind the last, and the snapshot slot of a tile."""
+                index = first + jnp.minimum(tile, live - 1)
+                return tuple(tiles_ref[i, index] for i in range(3))
+
+            def step(tile, carry):
+                state, low, high, snapshot = carry
+                following = about(tile + 1)  # asked for a tile ahead: the answer takes its time
                 buffer = jax.lax.rem(tile, jnp.int32(stages))
                 q_tile, k_tile, v_tile = q_smem.at[buffer], k_smem.at[buffer], v_smem.at[buffer]
-                low, high = tiles_ref[0, first + tile], tiles_ref[1, first + tile]
                 plgpu.barrier_wait(loaded.at[buffer])
 
                 @pl.when(high - low < TILE)
@@ -165,11 +171,10 @@ def prefill(
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(out_smem, out_ref.at[pl.ds((first + tile) * TILE, TILE), head, own])
                 pl.when(tile + stages < live)(lambda: fetch(tile + stages))
-                snapshot = tiles_ref[2, first + tile]
                 pl.when(snapshot > 0)(lambda: keep(state, snapshot))
-                return state
+                return state, *following
 
-            state = jax.lax.fori_loop(0, live, step, state)
+            state, *_ = jax.lax.fori_loop(0, live, step, (state, *about(0)))
             pl.when(target > 0)(lambda: keep(state, target))
 
         @pl.when(live < count)
