@@ -82,8 +82,8 @@ def available() -> bool:
         return False
 
 
-def compile_kernel(kernel, operands: dict, architecture: str, dump: Path) -> dict:
-    """Compiles an entry of the catalog for some of its operands; see ``report`` for what comes back.
+def compile_kernel(kernel, operands: dict, options: dict, architecture: str, dump: Path) -> dict:
+    """Compiles an entry of the catalog in one of its forms; see ``report`` for what comes back.
 
     ``dump``: where the compiler, told by MOSAIC_GPU_DUMP_TO before JAX was imported, leaves its files.
     """
@@ -98,7 +98,6 @@ def compile_kernel(kernel, operands: dict, architecture: str, dump: Path) -> dic
     sharding = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
     operands = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding), operands)
     function = kernel.function()
-    options = kernel.options
     donated = ("pool",) if kernel.writes else ()
     run = jax.jit(lambda **operands: function(**operands, **options), donate_argnames=donated)
     for path in dump.glob("*"):
@@ -152,8 +151,8 @@ def main() -> int:
             wanted = not options.only or kernel.op in options.only.split(",")
             if not wanted or options.architecture not in kernel.compiles:
                 continue
-            for operands in (kernel.operands, *kernel.others):
-                found = compile_kernel(kernel, operands, options.architecture, Path(dump))
+            for operands, static in kernel.forms(options.architecture):
+                found = compile_kernel(kernel, operands, static, options.architecture, Path(dump))
                 print(json.dumps(found), flush=True)
     return 0
 

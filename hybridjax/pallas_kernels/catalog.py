@@ -2,17 +2,56 @@
 
 import dataclasses
 import importlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
+from hybridjax.pallas_kernels import state_update, tuning
 from hybridjax.pallas_kernels.nvfp4.kernel import Tuning as NVFP4Tuning
+from hybridjax.pallas_kernels.nvfp4.kernel import default_tuning
 from hybridjax.pallas_kernels.state_update import Tuning
 from hybridjax.quantization import NVFP4
 
 SIZE, HEADS, KEY_HEADS, VALUE_HEADS = 128, 32, 16, 48
+
+
+@dataclasses.dataclass(frozen=True)
+class Tuned:
+    """How the options of a kernel are chosen; see the module ``tuning``.
+
+    Attributes:
+      op: its name there.
+      shape: the op's shape key, of operands by name.
+      heuristic: options for a shape key and a number of multiprocessors.
+      along: the name of the key that entries of a table bound from above; ``exact``: those they must equal.
+      samples: shape keys to show choices for.
+      holder: what a call takes as ``tuning``, made of the options; None: each is an argument by its name.
+      operands: of a shape key, where options depend on more of it than ``along``.
+    """
+
+    op: str
+    shape: Callable[[Mapping[str, Any]], dict[str, int]]
+    heuristic: Callable[[Mapping[str, int], int], tuning.Options]
+    along: str
+    samples: tuple[dict[str, int], ...]
+    exact: tuple[str, ...] = ()
+    holder: type | None = None
+    operands: Callable[[Mapping[str, int]], dict[str, Any]] | None = None
+
+    def choose(self, architecture: str, processors: int, shape: Mapping[str, int]) -> tuning.Choice:
+        return tuning.choose(
+            self.op, architecture, processors, shape, heuristic=lambda: self.heuristic(shape, processors)
+        )
+
+    def arguments(self, options: tuning.Options) -> dict[str, Any]:
+        """Static arguments of a call that insists on options."""
+        return {"tuning": self.holder(**options)} if self.holder else dict(options)
+
+    def options(self, arguments: Mapping[str, Any]) -> dict[str, int | None]:
+        """The options that static arguments insist on."""
+        return dataclasses.asdict(arguments["tuning"]) if self.holder else dict(arguments)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +65,7 @@ class Kernel:
       compiles: architectures that it is compiled for in tests, without a GPU.
       operands: by name, at a shape of a released model; ``options`` are static.
       others: operands of other shapes that it is compiled for.
-      variants: static options to try when tuning.
+      variants: static options to try when tuning; tuned: how they are chosen otherwise.
       held: the operand that the program must not copy.
       writes: whether it updates the pool, which is then donated.
       tensor_cores: whether it multiplies on them.
@@ -41,6 +80,7 @@ class Kernel:
     options: dict[str, Any]
     others: tuple[dict[str, Any], ...] = ()
     variants: tuple[dict[str, Any], ...] = ()
+    tuned: Tuned | None = None
     held: str = "pool"
     writes: bool = True
     tensor_cores: bool = False
@@ -49,6 +89,24 @@ class Kernel:
     def function(self) -> Callable[..., Any]:
         module, _, name = self.target.partition(":")
         return getattr(importlib.import_module(module), name)
+
+    def forms(self, architecture: str) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+        """Operands and static arguments to compile for 'sm_90a', say: those chosen, those of its table."""
+        for operands in (self.operands, *self.others):
+            yield operands, self.options
+        table = tuning.load(architecture.removesuffix("a"))
+        if table is None or (tuned := self.tuned) is None:
+            return
+        done = []
+        for entry in table["ops"].get(tuned.op, ()):
+            operands = self.operands
+            if tuned.operands:
+                said = {name.removesuffix("_at_most"): n for name, n in entry.items() if name != "options"}
+                operands = tuned.operands({**tuned.shape(operands), **said})
+            form = operands, {**self.options, **tuned.arguments(entry["options"])}
+            if form not in done:
+                done.append(form)
+                yield form
 
 
 def _of(dtype, *shape: int) -> jax.ShapeDtypeStruct:
@@ -71,7 +129,7 @@ _PREFILL = {
     "tile_sequence": _of(jnp.int32, _TOKENS // 64),
     "positions": _of(jnp.int32, _TOKENS),
 }
-_TUNINGS = tuple({"tuning": Tuning(*numbers)} for numbers in ((32, 1, 10**6), (64, 1, 10**6), (32, 3, 4)))
+_TUNINGS = tuple({"tuning": Tuning(*numbers)} for numbers in ((32,), (64,), (32, 3, 4)))
 
 
 def _simple_gla(*rows: int) -> dict[str, Any]:
@@ -94,6 +152,22 @@ def _gated_delta(*rows: int) -> dict[str, Any]:
     }
 
 
+def _states(op: str, heads: int) -> Tuned:
+    """Of a kernel that updates each state of a pool [slots, heads, 128, 128] once."""
+
+    def heuristic(shape: Mapping[str, int], processors: int) -> tuning.Options:
+        return dataclasses.asdict(state_update.heuristic(shape["states"], processors))
+
+    return Tuned(
+        op,
+        shape=lambda operands: {"states": operands["slot"].shape[0] * operands["pool"].shape[1]},
+        heuristic=heuristic,
+        along="states",
+        samples=tuple({"states": rows * heads} for rows in (1, 8, 64, 256)),
+        holder=Tuning,
+    )
+
+
 def _nvfp4(*shape: int) -> NVFP4:
     """Stacked or single matrices [..., N, K] whose rows have global scales of their own."""
     *stack, rows, columns = shape
@@ -107,6 +181,28 @@ def _nvfp4(*shape: int) -> NVFP4:
 
 def _dense(rows: int, columns: int, features: int) -> dict[str, Any]:
     return {"x": _of(jnp.bfloat16, rows, columns), **vars(_nvfp4(features, columns))}
+
+
+def _product(operands: Mapping[str, Any]) -> dict[str, int]:
+    """The shape key of a dense product of up to 64 rows."""
+    rows, columns = operands["x"].shape
+    return {"tokens": rows, "columns": columns, "features": operands["codes"].shape[0], "blocks": 1}
+
+
+_PRODUCT = Tuned(
+    "nvfp4_product",
+    shape=_product,
+    heuristic=lambda shape, processors: dataclasses.asdict(default_tuning(**shape, processors=processors)),
+    along="tokens",
+    exact=("columns", "features"),
+    samples=tuple(
+        {"tokens": tokens, "columns": columns, "features": features, "blocks": 1}
+        for columns, features in ((4096, 32768), (16384, 4096), (4096, 4096))
+        for tokens in (1, 16, 64)
+    ),
+    holder=NVFP4Tuning,
+    operands=lambda shape: _dense(shape["tokens"], shape["columns"], shape["features"]),
+)
 
 
 def _experts(rows: int) -> dict[str, Any]:
@@ -131,6 +227,7 @@ KERNELS = (
         },
         options={"scale": SIZE**-0.5},
         variants=_TUNINGS,
+        tuned=_states("simple_gla_decode", HEADS),
     ),
     Kernel(
         op="gated_delta_decode",
@@ -143,6 +240,7 @@ KERNELS = (
         },
         options={},
         variants=_TUNINGS,
+        tuned=_states("gated_delta_decode", VALUE_HEADS),
     ),
     Kernel(
         op="simple_gla_prefill",
@@ -215,6 +313,7 @@ KERNELS = (
         },
         options={},
         variants=_TUNINGS,
+        tuned=_states("recurrent_commit", VALUE_HEADS),
     ),
     Kernel(
         op="nvfp4_w4a16",
@@ -237,6 +336,7 @@ KERNELS = (
                 *((128, splits, stages) for splits in (1, 2, 4) for stages in (3, 5)),
             )
         ),
+        tuned=_PRODUCT,
         held="codes",
         writes=False,
         tensor_cores=True,

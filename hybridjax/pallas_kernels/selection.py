@@ -3,7 +3,9 @@
 from typing import Any
 
 from hybridjax.ops.dispatch import OPS, assume
+from hybridjax.pallas_kernels.aot import GPUS
 from hybridjax.pallas_kernels.catalog import KERNELS
+from hybridjax.pallas_kernels.tuning import SPACES
 
 ARCHITECTURES = ("cpu", "tpu", "sm_80", "sm_90", "sm_100", "sm_120")
 
@@ -36,8 +38,37 @@ def table() -> str:
             compiled = architecture + "a" in kernel.compiles and architecture not in kernel.ran
             row.append(chosen + "*" * compiled)
         lines.append(tuple(row))
+    note = "*: a kernel compiles for this GPU but has not run on one, so it is not used."
+    return "\n".join([*_aligned(lines), "", note])
+
+
+def tunings() -> str:
+    """How kernels divide their work at sample shapes, and where that comes from: a column per GPU.
+
+    Options stand in the order of their names, "-" for none; "table[1]" is an entry of the GPU's table.
+    """
+    gpus = {name.removesuffix("a"): gpu.multiprocessors for name, gpu in GPUS.items()}
+    lines: list[tuple[str, ...]] = [
+        ("op", "shape", "options", *(f"{name} x {n}" for name, n in gpus.items()))
+    ]
+    for kernel in KERNELS:
+        if not (tuned := kernel.tuned):
+            continue
+        names = SPACES[tuned.op].options
+        for shape in tuned.samples:
+            cells = []
+            for architecture, processors in gpus.items():
+                with assume(architecture):
+                    chosen = tuned.choose(architecture, processors, shape)
+                values = ("-" if chosen.options[x] is None else str(chosen.options[x]) for x in names)
+                entry = chosen.where[chosen.where.find("[") :] if chosen.where else ""
+                compiled = architecture + "a" in kernel.compiles
+                cells.append(f"{'/'.join(values)} {chosen.source}{entry}" if compiled else "")
+            said = " ".join(f"{name}={number}" for name, number in shape.items())
+            lines.append((kernel.op, said, "/".join(names), *cells))
+    return "\n".join(_aligned(lines))
+
+
+def _aligned(lines: list[tuple[str, ...]]) -> list[str]:
     widths = [max(map(len, column)) for column in zip(*lines)]
-    text = ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]
-    return "\n".join(
-        [*text, "", "*: a kernel compiles for this GPU but has not run on one, so it is not used."]
-    )
+    return ["  ".join(cell.ljust(width) for cell, width in zip(line, widths)).rstrip() for line in lines]

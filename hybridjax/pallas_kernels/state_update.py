@@ -15,6 +15,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from hybridjax.ops.dispatch import architecture
+from hybridjax.pallas_kernels import tuning as tuning_table
+
 SIZE = 128  # of keys and values
 _COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 _ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -37,12 +40,12 @@ class Tuning:
     Attributes:
       columns: of a state per piece, a multiple of 32.
       stages: pieces in flight per program.
-      resident: programs per multiprocessor; more than fit run one after the other.
+      resident: programs per multiprocessor; more than fit run one after the other. None: one per piece.
     """
 
     columns: int
-    stages: int
-    resident: int
+    stages: int = 1
+    resident: int | None = None
 
 
 def multiprocessors() -> int:
@@ -51,14 +54,22 @@ def multiprocessors() -> int:
     return getattr(device, "core_count", None) or 132
 
 
-def default_tuning(rows: int, heads: int, multiprocessors: int) -> Tuning:
-    """A piece per program: measured on an H200, benchmarks/results/h200_kernels.txt.
+def heuristic(states: int, processors: int) -> Tuning:
+    """A piece per program; few states are cut finer, so that all multiprocessors have some."""
+    return Tuning(columns=32 if states <= 2 * processors else 64)
 
-    Few states are cut finer, so that all multiprocessors have some. Several pieces per program, the next ones
-    fetched early, took 6 % more time at 64 rows of SimpleGLA and 6 % less at 8.
-    """
-    columns = 32 if rows * heads <= 2 * multiprocessors else 64
-    return Tuning(columns=columns, stages=1, resident=rows * heads * SIZE // columns)
+
+def choose(op: str, rows: int, heads: int, processors: int, override: Tuning | None = None) -> Tuning:
+    """How ``op`` divides the states of some rows: see ``tuning.choose``."""
+    found = tuning_table.choose(
+        op,
+        architecture(),
+        processors,
+        {"states": rows * heads},
+        heuristic=lambda: dataclasses.asdict(heuristic(rows * heads, processors)),
+        override=dataclasses.asdict(override) if override else None,
+    )
+    return Tuning(**found.options)  # pyright: ignore[reportArgumentType]
 
 
 def load_key(ref) -> jax.Array:
@@ -113,7 +124,7 @@ def update(
     columns, stages, resident = tuning.columns, tuning.stages, tuning.resident
     rows, heads, parts = slot.shape[0], pool.shape[1], SIZE // columns
     total = rows * heads * parts
-    programs = min(total, multiprocessors * resident)
+    programs = total if resident is None else min(total, multiprocessors * resident)
     steps = -(-total // programs)
     stages = min(stages, steps)
 

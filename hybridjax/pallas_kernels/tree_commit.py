@@ -11,7 +11,6 @@ from hybridjax.pallas_kernels.state_update import (
     Tuning,
     by_column,
     by_row,
-    default_tuning,
     load_key,
     load_value,
     multiprocessors,
@@ -38,7 +37,7 @@ def commit(
     share = d.shape[2] // k.shape[2]
     heads, length = d.shape[2], path.shape[1]
     cores = multiprocessors()
-    chosen = tuning or default_tuning(path.shape[0], heads, cores)
+    chosen = state_update.choose("recurrent_commit", path.shape[0], heads, cores, tuning)
     first = jnp.take_along_axis(positions, jnp.maximum(path[:, :1], 0), axis=1)[:, 0]
 
     def load(refs, row, head, own):

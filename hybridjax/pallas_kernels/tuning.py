@@ -45,7 +45,7 @@ SPACES: Mapping[str, Space] = {
     "simple_gla_decode": _STATES,
     "gated_delta_decode": _STATES,
     "recurrent_commit": _STATES,
-    "simple_gla_prefill": Space(_PROMPT, {"columns": (32, 64, 128), "stages": _FEW}),
+    "simple_gla_prefill": Space(_PROMPT, {"columns": (32, 64), "stages": _FEW}),
     "gated_delta_prefill": Space(_PROMPT, {"stages": _FEW}),
     "nvfp4_product": Space(
         ("tokens", "columns", "features", "blocks"),

@@ -12,7 +12,6 @@ from hybridjax.pallas_kernels.state_update import (
     Tuning,
     by_column,
     by_row,
-    default_tuning,
     load_key,
     load_value,
     multiprocessors,
@@ -46,7 +45,7 @@ def decode(
     share = v.shape[1] // k.shape[1]  # value heads per key head
 
     cores = multiprocessors()
-    chosen = tuning or default_tuning(v.shape[0], v.shape[1], cores)
+    chosen = state_update.choose("gated_delta_decode", v.shape[0], v.shape[1], cores, tuning)
     columns = chosen.columns
 
     def load(refs, row, head, own):

@@ -11,7 +11,6 @@ from hybridjax.pallas_kernels.state_update import (
     Tuning,
     by_column,
     by_row,
-    default_tuning,
     load_key,
     load_value,
     multiprocessors,
@@ -38,7 +37,7 @@ def decode(
     """
 
     cores = multiprocessors()
-    chosen = tuning or default_tuning(v.shape[0], v.shape[1], cores)
+    chosen = state_update.choose("simple_gla_decode", v.shape[0], v.shape[1], cores, tuning)
     columns = chosen.columns
 
     def load(refs, row, head, own):
