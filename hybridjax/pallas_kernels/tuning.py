@@ -249,13 +249,18 @@ def entries(
     return found
 
 
-def write(file: Path, table: Mapping[str, Any]) -> None:
-    """Checks a table and writes it, one entry a line."""
-    check(table, str(file))
+def text(table: Mapping[str, Any]) -> str:
+    """A table as JSON, one entry a line."""
     head = {name: value for name, value in table.items() if name != "ops"}
-    lines = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}") + ',\n  "ops": {'
     ops = []
     for op, listed in table["ops"].items():
-        inner = ",\n".join("      " + json.dumps(entry) for entry in listed)
-        ops.append(f"\n    {json.dumps(op)}: [\n{inner}\n    ]")
-    file.write_text(lines + ",".join(ops) + "\n  }\n}\n", encoding="utf-8")
+        inner = ",\n".join("      " + json.dumps(entry, ensure_ascii=False) for entry in listed)
+        ops.append(f"    {json.dumps(op)}: [\n{inner}\n    ]")
+    start = json.dumps(head, indent=2, ensure_ascii=False).removesuffix("\n}")
+    return start + ',\n  "ops": {\n' + ",\n".join(ops) + "\n  }\n}\n"
+
+
+def write(file: Path, table: Mapping[str, Any]) -> None:
+    """Checks a table, then writes it; ConfigError as of ``check``."""
+    check(table, str(file))
+    file.write_text(text(table), encoding="utf-8")
