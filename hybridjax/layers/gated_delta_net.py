@@ -8,9 +8,9 @@ from hybridjax.batch import Batch, GatedDeltaCache, Mode, Probe
 from hybridjax.configs.qwen4_exp import Qwen4ExpConfig
 from hybridjax.layers.linear import Initializer, Linear
 from hybridjax.ops import (
-    causal_conv,
-    gated_delta_decode,
+    gated_delta_net_decode,
     gated_delta_prefill,
+    gated_delta_rows,
     gated_delta_whole,
     gated_rms_norm,
 )
@@ -26,9 +26,9 @@ class GatedDeltaNet(nnx.Module):
     def __init__(self, config: Qwen4ExpConfig, *, init: Initializer, dtype: jnp.dtype, rngs: nnx.Rngs):
         self.config = config
         heads = config.linear_num_value_heads
-        self.key_width = config.linear_num_key_heads * config.linear_key_head_dim
+        key_width = config.linear_num_key_heads * config.linear_key_head_dim
         value_width = heads * config.linear_value_head_dim
-        channels = 2 * self.key_width + value_width
+        channels = 2 * key_width + value_width
         self.in_proj = Linear(
             config.hidden_size,
             (channels, value_width, heads, heads),
@@ -52,17 +52,33 @@ class GatedDeltaNet(nnx.Module):
     ) -> tuple[jax.Array, GatedDeltaCache | None]:
         """x [N, hidden] -> y [N, hidden] and the cache after the step (None in WHOLE mode)."""
         config = self.config
-        qkv, z, b, a = self.in_proj.split(x)
-        pool = None if cache is None else cache.conv
-        mixed, conv = causal_conv(qkv, self.conv_weight[...], batch, pool)
-        mixed = jax.nn.silu(mixed).astype(x.dtype)
-        q, k, v = jnp.split(mixed, [self.key_width, 2 * self.key_width], axis=-1)
-        q, k = (t.reshape(x.shape[0], config.linear_num_key_heads, -1) for t in (q, k))
-        v, z = (t.reshape(x.shape[0], config.linear_num_value_heads, -1) for t in (v, z))
-        beta = jax.nn.sigmoid(b.astype(jnp.float32))
-        step = jax.nn.softplus(a.astype(jnp.float32) + self.dt_bias[...])
-        g = -jnp.exp(self.A_log[...]) * step
-        out, state = self._recur((q, k, v, g, beta), batch, cache, probe)
+        projected = self.in_proj(x)
+        parameters = self.conv_weight[...], self.A_log[...], self.dt_bias[...]
+        if batch.mode is Mode.DECODE:
+            assert cache is not None
+            out, state, conv = gated_delta_net_decode(
+                projected,
+                *parameters,
+                self.norm_weight[...],
+                cache.state,
+                cache.conv,
+                batch.slot,
+                batch.positions,
+                key_heads=config.linear_num_key_heads,
+                eps=config.rms_norm_eps,
+                activation=config.gate_activation,
+            )
+            return self.out_proj(out), GatedDeltaCache(state, conv)
+        rows, z, conv = gated_delta_rows(
+            projected,
+            *parameters,
+            batch,
+            None if cache is None else cache.conv,
+            key_heads=config.linear_num_key_heads,
+            key_size=config.linear_key_head_dim,
+            value_size=config.linear_value_head_dim,
+        )
+        out, state = self._recur(rows, batch, cache, probe)
         out = gated_rms_norm(
             out, z, self.norm_weight[...], eps=config.rms_norm_eps, activation=config.gate_activation
         )
@@ -81,8 +97,6 @@ class GatedDeltaNet(nnx.Module):
             out = jnp.pad(out, ((0, 0), (0, padding), (0, 0), (0, 0)))
             return out.reshape(-1, *out.shape[2:]), None
         assert cache is not None
-        if batch.mode is Mode.DECODE:
-            return gated_delta_decode(*rows, cache.state, batch.slot, batch.positions)
         if batch.mode is Mode.PREFILL:
             return gated_delta_prefill(
                 *rows,

@@ -8,7 +8,13 @@ from hybridjax.batch import Batch, Mode, Probe, RecurrentCache
 from hybridjax.configs import MiniCPMSALAConfig
 from hybridjax.layers.linear import Initializer, Linear
 from hybridjax.layers.norm import RMSNorm
-from hybridjax.ops import gated, rotary, simple_gla_decode, simple_gla_prefill, simple_gla_whole
+from hybridjax.ops import (
+    lightning_decode,
+    lightning_output,
+    lightning_rows,
+    simple_gla_prefill,
+    simple_gla_whole,
+)
 from hybridjax.ops.simple_gla import decay_slopes
 
 
@@ -40,18 +46,35 @@ class LightningAttention(nnx.Module):
     ) -> tuple[jax.Array, RecurrentCache | None]:
         """x [N, hidden] -> y [N, hidden] and the cache after the step (None in WHOLE mode)."""
         config = self.config
-        q, k, v, *gate = self.in_proj.split(x)
-        q, k, v = (t.reshape(t.shape[0], config.lightning_nh, -1) for t in (q, k, v))
-        if config.qk_norm:
-            q, k = self.q_norm(q), self.k_norm(k)
-        if config.lightning_use_rope:
-            q, k = (rotary(t, batch.positions, theta=config.rope_theta) for t in (q, k))
+        heads, size, eps = config.lightning_nh, config.lightning_head_dim, config.rms_norm_eps
+        projected = self.in_proj(x)
+        q_norm, k_norm = (
+            (self.q_norm.weight[...], self.k_norm.weight[...]) if config.qk_norm else (None, None)
+        )
+        o_norm = self.o_norm.weight[...] if config.use_output_norm else None
+        theta = config.rope_theta if config.lightning_use_rope else None
+        if batch.mode is Mode.DECODE:
+            assert cache is not None
+            out, pool = lightning_decode(
+                projected,
+                q_norm,
+                k_norm,
+                o_norm,
+                jnp.asarray(decay_slopes(heads)),
+                cache.state,
+                batch.slot,
+                batch.positions,
+                scale=config.lightning_scale_value,
+                eps=eps,
+                theta=theta,
+                gate=config.use_output_gate,
+            )
+            return self.o_proj(out), RecurrentCache(pool)
+        q, k, v = lightning_rows(
+            projected, q_norm, k_norm, batch.positions, heads=heads, size=size, eps=eps, theta=theta
+        )
         out, cache = self._recur(q, k, v, batch, cache, probe)
-        out = out.astype(x.dtype).reshape(x.shape[0], -1)
-        if config.use_output_norm:
-            out = self.o_norm(out)
-        if gate:
-            out = gated(out, gate[0])
+        out = lightning_output(out, projected, o_norm, eps=eps, gate=config.use_output_gate)
         return self.o_proj(out), cache
 
     def _recur(self, q, k, v, batch: Batch, cache: RecurrentCache | None, probe: Probe | None):
@@ -67,11 +90,7 @@ class LightningAttention(nnx.Module):
             out = jnp.pad(out, ((0, 0), (0, padding), (0, 0), (0, 0)))
             return out.reshape(-1, *out.shape[2:]), None
         assert cache is not None
-        if batch.mode is Mode.DECODE:
-            out, pool = simple_gla_decode(
-                q, k, v, slopes, cache.state, batch.slot, batch.positions, scale=scale
-            )
-        elif batch.mode is Mode.PREFILL:
+        if batch.mode is Mode.PREFILL:
             out, pool = simple_gla_prefill(
                 q,
                 k,

@@ -14,6 +14,13 @@ from hybridjax.ops.history import history
 from hybridjax.ops.index_loss import attention_by_block, index_loss
 from hybridjax.ops.index_selection import SharedBlocks, select_index_blocks
 from hybridjax.ops.infllm import select_blocks, update_compressed
+from hybridjax.ops.mixers import (
+    gated_delta_net_decode,
+    gated_delta_rows,
+    lightning_decode,
+    lightning_output,
+    lightning_rows,
+)
 from hybridjax.ops.ngram_hash import NgramHash, ngram_rows, ngram_windows
 from hybridjax.ops.norms import centered_rms_norm, gated, gated_rms_norm, rms_norm, swiglu
 from hybridjax.ops.nvfp4 import nvfp4_w4a4, nvfp4_w4a16
@@ -41,12 +48,17 @@ __all__ = [
     "experts",
     "gated",
     "gated_delta_decode",
+    "gated_delta_net_decode",
     "gated_delta_prefill",
+    "gated_delta_rows",
     "gated_delta_verify",
     "gated_delta_whole",
     "gated_rms_norm",
     "history",
     "index_loss",
+    "lightning_decode",
+    "lightning_output",
+    "lightning_rows",
     "load_balancing_loss",
     "ngram_rows",
     "ngram_windows",
