@@ -9,9 +9,10 @@ Each implementation is first compared with a float64 recurrence; a wrong one is 
 one call among many in one program, which XLA replays as a CUDA graph: gaps between kernels count, launches
 from the host do not. The pool is donated from call to call; verification, which writes none, is called with
 other queries each time, and what depends on the tree alone is computed once in a program. Copies of q, k and
-v, of 256 MiB together, take turns, so that prompts do not stay in the cache. Peers are timed in the same run
-where they are installed, likewise; see ``peers``. Limit: the bytes of a call over the copy bandwidth measured
-in this run. ``--tune`` times the variants of a kernel and ends with the entries of a tuning table.
+v, of 256 MiB together, take turns, so that prompts do not stay in the cache; XLA's forms have copies for each
+call, as XLA computes once what calls have in common. Peers are timed in the same run, likewise, where they
+are installed; see ``peers``. Limit: the bytes of a call over the copy bandwidth measured in this run.
+``--tune`` times the variants of a kernel and ends with a tuning table.
 """
 
 import argparse
@@ -67,16 +68,18 @@ def error(name: str, function: Callable, size: int) -> float:
 
 
 def microseconds(
-    function: Callable, case: Case, repeats: int, profile: bool = True, most: int | None = None
+    function: Callable, case: Case, repeats: int, profile: bool = True, xla: bool = False
 ) -> tuple[float, float]:
     """Median time of one call inside programs of many, and the time that its kernels run; see the module.
 
-    ``most``: calls of a program at most.
+    ``xla``: of a function that is no kernel.
     """
-    calls = min(calls_of(case), most or _CALLS.stop)
-
+    calls = min(calls_of(case), _CALLS_OF_XLA if xla else _CALLS.stop)
+    apart = xla or case.gives == "outputs"
+    copies = calls if apart else min(calls, turns_of(case))
+    turns = [tuple(x * 1 if i else x for x in case.operands[:3]) for i in range(copies)]
     if case.gives == "outputs":
-        return _unchained(function, case, repeats, calls)
+        return _unchained(function, case, turns, repeats, profile)
 
     def many(turns, *operands):
         out = None
@@ -86,7 +89,6 @@ def microseconds(
             operands = (*operands[: case.pool], pool, *operands[case.pool + 1 :])
         return out, operands[case.pool]
 
-    turns = [tuple(x * 1 if i else x for x in case.operands[:3]) for i in range(min(calls, turns_of(case)))]
     donating = jax.jit(many, donate_argnums=1 + case.pool)
     operands = list(case.operands)
     operands[case.pool] = operands[case.pool] + 0
@@ -106,21 +108,23 @@ def microseconds(
     return 1e6 * statistics.median(samples), 1e3 * running / calls
 
 
-def _unchained(function: Callable, case: Case, repeats: int, calls: int) -> tuple[float, float]:
-    """The same for calls that do not depend on each other: each has queries of its own."""
-    queries = [case.operands[0] + i for i in range(calls)]
-    many = jax.jit(lambda queries, rest: [function(q, *rest) for q in queries])
+def _unchained(
+    function: Callable, case: Case, turns: list, repeats: int, profile: bool
+) -> tuple[float, float]:
+    """The same for calls that do not depend on each other: each has queries, keys and values of its own."""
+    many = jax.jit(lambda turns, rest: [function(*own, *rest) for own in turns])
+    rest, calls = case.operands[3:], len(turns)
     samples = []
     for sample in range(repeats + 2):
         start = time.perf_counter()
         for _ in range(4):
-            out = many(queries, case.operands[1:])
+            out = many(turns, rest)
         jax.block_until_ready(out)
         if sample > 1:
             samples.append((time.perf_counter() - start) / 4 / calls)
-    if jax.default_backend() == "cpu":
+    if jax.default_backend() == "cpu" or not profile:
         return 1e6 * statistics.median(samples), float("nan")
-    kernels = profiler.measure(many, aggregate=False)(queries, case.operands[1:])[1] or []
+    kernels = profiler.measure(many, aggregate=False)(turns, rest)[1] or []
     return 1e6 * statistics.median(samples), 1e3 * sum(ms for _, ms in kernels) / calls
 
 
@@ -188,7 +192,8 @@ class Run:
         wanted = [label for label in self.options.implementations.split(",") if label]
         sizes = [int(s) for s in self.options.sizes.split(",") if s] or list(SIZES[name])
         check = 5 * TILE if name.endswith("prefill") else 7
-        cases = ((size, case := CASES[name](size), calls_of(case), turns_of(case)) for size in sizes)
+        longest_first = sorted(sizes, reverse=True)
+        cases = ((size, case := CASES[name](size), calls_of(case), turns_of(case)) for size in longest_first)
         others = peers.measure(name, CASES[name](check, key=5), cases, self.library)
         for label, (function, static) in candidates(name, self.options.tune).items():
             if wanted and not any(label.startswith(w) for w in wanted):
@@ -204,9 +209,8 @@ class Run:
     def time(self, name, label, function, static, size: int, others: list[peers.Peer]) -> None:
         """Times one implementation at one size."""
         case = CASES[name](size)
-        most = _CALLS_OF_XLA if label in ("xla", "reference") else None
-        call = functools.partial(function, **case.options)
-        took, running = microseconds(call, case, self.options.repeats, not self.options.no_profile, most)
+        call, xla = functools.partial(function, **case.options), label in ("xla", "reference")
+        took, running = microseconds(call, case, self.options.repeats, not self.options.no_profile, xla)
         limit = case.moved / self.bandwidth * 1e6
         said = [peers.beside(took, others)] if others else []
         if name.endswith("verify") and (step := self._decode_step(name, size)):

@@ -13,7 +13,7 @@ import importlib
 import os
 import statistics
 import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import jax
@@ -79,6 +79,9 @@ class Peer:
 
 def load(find: Callable[[str], Any] = importlib.import_module) -> tuple[Library | None, str]:
     """The peer, or None and why it does not run here; ``find`` imports a module."""
+    os.environ.setdefault(
+        "FLA_CACHE_RESULTS", "0"
+    )  # what was tuned elsewhere, for another length, is not used
     try:
         torch = find("torch")
         if not torch.cuda.is_available():
@@ -167,12 +170,15 @@ def arguments(op: str, case: Case) -> dict[str, Any]:
     }
 
 
-def error(op: str, case: Case, library: Library) -> float:
-    """Largest relative error of a peer, as ``recurrent_cases.worst`` has it."""
-    given = {
+def _given(op: str, case: Case, library: Library) -> dict[str, Any]:
+    return {
         name: library.put(x) if isinstance(x, jax.Array) else x for name, x in arguments(op, case).items()
     }
-    out, state = (library.get(x) for x in library.functions[op](**given))
+
+
+def error(op: str, case: Case, library: Library) -> float:
+    """Largest relative error of a peer, as ``recurrent_cases.worst`` has it."""
+    out, state = (library.get(x) for x in library.functions[op](**_given(op, case, library)))
     pool = np.asarray(case.operands[case.pool], np.float64).copy()
     pool[np.asarray(case.operands[case.pool + 1])] = state
     want = results(case, tuple(recurrence(op, case)))
@@ -181,9 +187,7 @@ def error(op: str, case: Case, library: Library) -> float:
 
 def microseconds(op: str, case: Case, library: Library, calls: int, sets: int) -> float:
     """Time of a peer's call, from state to state, with ``sets`` copies of q, k and v in turn."""
-    given = {
-        name: library.put(x) if isinstance(x, jax.Array) else x for name, x in arguments(op, case).items()
-    }
+    given = _given(op, case, library)
     turns = [{name: given[name] if i == 0 else given[name] * 1 for name in "qkv"} for i in range(sets)]
 
     def step(state, i):
@@ -194,25 +198,29 @@ def microseconds(op: str, case: Case, library: Library, calls: int, sets: int) -
 
 
 def measure(
-    op: str, check: Case, cases: Iterator[tuple[int, Case, int, int]], library: Library | None
+    op: str, check: Case, cases: Iterable[tuple[int, Case, int, int]], library: Library | None
 ) -> dict[int, list[Peer]]:
     """What a call takes elsewhere, by size: measured where ``library`` is right, else as recorded.
 
     Args:
       op: name of an op; those without peers give nothing.
       check: a small case to be compared with the definition.
-      cases: size, case, calls of a program and copies of q, k and v.
+      cases: size, case, calls of a program and copies of q, k and v. The first one is what the peer is tuned
+        for: Triton tunes at the first call and keeps the result for other lengths.
     """
     recorded = RECORDED.get(op, {})
     found = {size: [Peer(name, us, "recorded") for name, us in by.items()] for size, by in recorded.items()}
     if library is None or op not in library.functions:
         return found
+    wrong = None
     try:
-        wrong = error(op, check, library)
-        print(f"{op} {library.name}: largest relative error {wrong:.1e}", flush=True)
-        if not wrong < _WRONG:
-            return found
         for size, case, calls, sets in cases:
+            if wrong is None:
+                library.functions[op](**_given(op, case, library))
+                wrong = error(op, check, library)
+                print(f"{op} {library.name}: largest relative error {wrong:.1e}", flush=True)
+            if not wrong < _WRONG:
+                break
             us = microseconds(op, case, library, calls, sets)
             print(f"{op:20s} {size:6d} {library.name:28s} {us:9.1f} us", flush=True)
             others = [peer for peer in found.get(size, []) if peer.name.split()[0] != library.name.split()[0]]

@@ -114,12 +114,24 @@ def test_measured_peers_replace_the_recorded_ones_of_their_name():
     assert said == "0.50 x 10.0 us of fla 9 (this run), 0.05 x 97.6 us of FlashInfer 0.7.2 (recorded)"
 
 
+def test_a_peer_is_tuned_for_a_timed_size_and_not_for_the_check():
+    lengths = []
+
+    def tuned(**given):
+        lengths.append(given["q"].shape[1])
+        return simple_gla(**given)
+
+    check, case = (CASES["simple_gla_prefill"](tokens) for tokens in (64, 128))
+    peers.measure("simple_gla_prefill", check, [(128, case, 8, 1)], library(simple_gla_prefill=tuned))
+    assert lengths == [128, 64]
+
+
 def test_a_failing_peer_leaves_the_recorded_figures(capsys):
     def broken(**given):
         raise RuntimeError("no kernel image")
 
     case = CASES["simple_gla_decode"](1)
-    found = peers.measure("simple_gla_decode", case, iter([]), library(simple_gla_decode=broken))
+    found = peers.measure("simple_gla_decode", case, [(1, case, 8, 1)], library(simple_gla_decode=broken))
     assert found[8] == [peers.Peer("fla 0.6.0", 13.0, "recorded")]
     assert "no kernel image" in capsys.readouterr().out
 
@@ -205,7 +217,7 @@ def quick(monkeypatch):
     monkeypatch.setattr(kernels, "error", lambda *given: 0.0)
     monkeypatch.setattr(kernels, "architecture", lambda: "sm_90")
 
-    def microseconds(function, case, repeats, profile, most):
+    def microseconds(function, case, repeats, profile, xla):
         columns = getattr(function.keywords.get("tuning"), "columns", 128)
         return (10.0 if (columns == 64) == (case.operands[5].shape[0] == 2) else 20.0), float("nan")
 
