@@ -44,12 +44,12 @@ class Measured:
 
 @functools.partial(jax.jit, static_argnums=1)
 def draw(key: jax.Array, shape: tuple[int, ...]) -> NVFP4:
-    """Random codes, scales around 1, and global scales that make sums of about 1."""
+    """Random codes as the kernel wants them, scales around 1, global scales that make sums of about 1."""
     codes, scales, factors = jax.random.split(key, 3)
     low, high = 0x30, 0x40  # 0.5 to 2
     drawn = jax.random.randint(scales, (*shape[:-1], shape[-1] // 16), low, high, jnp.uint8)
     return NVFP4(
-        codes=jax.random.bits(codes, (*shape[:-1], shape[-1] // 2), jnp.uint8),
+        codes=jax.random.bits(codes, (*shape[:-1], shape[-1] // 8), jnp.uint32),
         scales=jax.lax.bitcast_convert_type(drawn, jnp.float8_e4m3fn),
         global_scale=jax.random.uniform(factors, shape[:-1], minval=0.5, maxval=1.5) / (3 * shape[-1] ** 0.5),
     )

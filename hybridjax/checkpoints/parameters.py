@@ -11,6 +11,7 @@ from hybridjax.checkpoints import nvfp4
 from hybridjax.checkpoints.ngram_tables import table_paths
 from hybridjax.errors import CheckpointError
 from hybridjax.models.base import Path, TensorEntry, tiles
+from hybridjax.quantization import in_checkpoint_order
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,7 +27,9 @@ class Parameter:
 
     @property
     def value(self) -> jax.Array:
-        return self.variable.get_value()
+        value = self.variable.get_value()
+        # Codes that an engine arranged for its GPU are saved as they were.
+        return in_checkpoint_order(value) if isinstance(value, jax.Array) else value
 
     @property
     def shape(self) -> tuple[int, ...]:

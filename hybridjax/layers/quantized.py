@@ -11,9 +11,10 @@ from hybridjax.layers.linear import DenseWeight
 from hybridjax.layers.sparse_moe import DenseExperts
 from hybridjax.ops import nvfp4_w4a4, nvfp4_w4a16
 from hybridjax.ops.dispatch import architecture
+from hybridjax.ops.nvfp4 import kernel_fits
 from hybridjax.ops.nvfp4_experts import nvfp4_experts
 from hybridjax.ops.nvfp4_experts_w4a4 import nvfp4_experts_w4a4
-from hybridjax.quantization import GROUP, NVFP4
+from hybridjax.quantization import GROUP, NVFP4, to_words
 from hybridjax.quantization.dispatch import activation_format
 
 _FLOAT32 = jnp.dtype(jnp.float32)
@@ -37,7 +38,8 @@ class NVFP4Weight(nnx.Module):
       axes: logical names of the two axes.
 
     Attributes:
-      codes: uint8[out, in / 2]; scales: float8_e4m3fn[out, in / 16].
+      codes: uint8[out, in / 2], or uint32[out, in / 8] once ``arrange`` has been called.
+      scales: float8_e4m3fn[out, in / 16].
       global_scale: float32[out]: projections that share the matrix keep the scale they had apart.
       input_scale: float32[shards] or None; products use the largest, under which no shard's inputs clip.
       activations: "auto", "by_rows", "w4a16" or "w4a4": see ``quantization.dispatch``.
@@ -147,6 +149,31 @@ def set_activations(model: nnx.Module, activations: str) -> int:
             )
         node.activations = activations
     return len(weights)
+
+
+def arrange(model: nnx.Module) -> int:
+    """Arranges the codes of all weights that a GPU kernel multiplies here as it wants them, in place.
+
+    Values and results stay the same, and checkpoints that are saved, too; what reads codes by itself has to
+    ask their dtype. One matrix at a time is held twice.
+
+    Returns:
+      How many matrices were arranged.
+    """
+    arranged = 0
+    for _, node in nnx.iter_graph(model):
+        if isinstance(node, NVFP4Weight):
+            pairs = [(node.codes, node.scales)]
+        elif isinstance(node, NVFP4Experts):
+            pairs = [(node.gate_up_codes, node.gate_up_scales), (node.down_codes, node.down_scales)]
+        else:
+            continue
+        for codes, scales in pairs:
+            rows, columns = scales.shape[-2], GROUP * scales.shape[-1]
+            if codes.dtype == jnp.uint8 and kernel_fits(jnp.dtype(jnp.bfloat16), rows, columns):
+                codes.set_value(to_words(codes[...]))
+                arranged += 1
+    return arranged
 
 
 def _is_quantized(node: object) -> bool:

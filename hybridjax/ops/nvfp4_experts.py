@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from hybridjax.ops.dispatch import Op, einsum_f32, platform
 from hybridjax.ops.experts import activate, block_size, combine, experts_blocked, lay_out
 from hybridjax.ops.nvfp4 import kernel_fits
-from hybridjax.quantization import NVFP4, decode
+from hybridjax.quantization import GROUP, NVFP4, decode
 
 _GATHER_BYTES = 2**28  # of weights in float32 that a product per choice may make
 _DECODED_BYTES = 2**25  # of all experts in float32 that are decoded in each step
@@ -80,8 +80,11 @@ def _blocked(x, ids, weights, gate_up, down):
 
 def _hopper(x, ids, weights, gate_up: NVFP4, down: NVFP4) -> bool:
     """Both products in whole tiles, of bfloat16 on a Hopper GPU."""
-    wide, narrow = gate_up.codes.shape, down.codes.shape
-    return all(kernel_fits(x.dtype, rows, 2 * half) for _, rows, half in (wide, narrow))
+    return all(
+        weight.codes.dtype == jnp.uint32
+        and kernel_fits(x.dtype, weight.scales.shape[1], GROUP * weight.scales.shape[2])
+        for weight in (gate_up, down)
+    )
 
 
 def _decoded(x, ids, weights, gate_up, down):
@@ -95,7 +98,7 @@ def _decoded(x, ids, weights, gate_up, down):
 
 def choose(x, ids, weights, gate_up: NVFP4, down: NVFP4) -> str:
     """The XLA form for such shapes: a gather on GPUs, all experts elsewhere, while little is decoded."""
-    everything = 2 * (gate_up.codes.size + down.codes.size) * 4
+    everything = GROUP * (gate_up.scales.size + down.scales.size) * 4
     if platform() != "gpu":
         return "decoded" if everything <= _DECODED_BYTES else "blocked"
     chosen = everything // gate_up.codes.shape[0] * ids.size
@@ -107,11 +110,10 @@ def _automatic(*args):
 
 
 nvfp4_experts = Op("nvfp4_experts", _nvfp4_experts)
-nvfp4_experts.register("xla", _automatic)
-# By name only, until it has run on a GPU.
 nvfp4_experts.register(
     "mosaic_gpu", "hybridjax.pallas_kernels.nvfp4:experts", platforms=("gpu",), supports=_hopper
 )
+nvfp4_experts.register("xla", _automatic)
 nvfp4_experts.register("gather", _gather)
 nvfp4_experts.register("blocked", _blocked)
 nvfp4_experts.register("decoded", _decoded)

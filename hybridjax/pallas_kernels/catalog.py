@@ -172,7 +172,7 @@ def _nvfp4(*shape: int) -> NVFP4:
     """Stacked or single matrices [..., N, K] whose rows have global scales of their own."""
     *stack, rows, columns = shape
     arrays: dict[str, Any] = {
-        "codes": _of(jnp.uint8, *stack, rows, columns // 2),
+        "codes": _of(jnp.uint32, *stack, rows, columns // 8),
         "scales": _of(jnp.float8_e4m3fn, *stack, rows, columns // 16),
         "global_scale": _of(jnp.float32, *stack, rows),
     }
@@ -318,7 +318,7 @@ KERNELS = (
     Kernel(
         op="nvfp4_w4a16",
         target="hybridjax.pallas_kernels.nvfp4.dense:w4a16",
-        ran=(),
+        ran=("sm_90",),
         compiles=("sm_90a", "sm_100a", "sm_120a"),
         operands=_dense(1, 4096, 32768),
         options={},
@@ -344,7 +344,7 @@ KERNELS = (
     Kernel(
         op="nvfp4_experts",
         target="hybridjax.pallas_kernels.nvfp4.grouped:experts",
-        ran=(),
+        ran=("sm_90",),
         compiles=("sm_90a", "sm_100a", "sm_120a"),
         operands=_experts(1),
         options={},

@@ -19,6 +19,7 @@ from hybridjax.quantization.nvfp4 import (
     unpack,
 )
 from hybridjax.quantization.swizzle import swizzle_scales, unswizzle_scales
+from hybridjax.quantization.words import from_words, in_checkpoint_order, to_words
 
 __all__ = [
     "GROUP",
@@ -29,8 +30,10 @@ __all__ = [
     "decode",
     "dequantize",
     "encode",
+    "from_words",
     "global_scale",
     "gptq",
+    "in_checkpoint_order",
     "nearest",
     "pack",
     "quantize",
@@ -38,6 +41,7 @@ __all__ = [
     "round_stochastically",
     "straight_through",
     "swizzle_scales",
+    "to_words",
     "unpack",
     "unswizzle_scales",
 ]

@@ -13,6 +13,8 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from hybridjax.quantization.words import in_checkpoint_order
+
 GROUP = 16
 LARGEST_CODE = 6.0
 LARGEST_SCALE = 448.0
@@ -30,7 +32,7 @@ class NVFP4:
     """A quantised matrix, or a stack of them.
 
     Attributes:
-      codes: uint8[..., N, K / 2].
+      codes: uint8[..., N, K / 2] as in a checkpoint, or uint32[..., N, K / 8], see ``words``.
       scales: float8_e4m3fn[..., N, K / 16].
       global_scale: float32[...], one per matrix.
     """
@@ -152,7 +154,8 @@ def pack(codes: jax.Array) -> jax.Array:
 
 
 def unpack(codes: jax.Array) -> jax.Array:
-    """uint8[..., K / 2] -> float32[..., K]: the values of the codes."""
+    """uint8[..., K / 2] or uint32[..., K / 8] -> float32[..., K]: the values of the codes."""
+    codes = in_checkpoint_order(codes)
     pairs = jnp.stack([codes & 15, codes >> 4], axis=-1).astype(jnp.int32)
     # Arithmetic, not a table or a cast: both are gathers or library calls on some backends.
     exponent, mantissa = (pairs >> 1) & 3, pairs & 1
@@ -163,7 +166,7 @@ def unpack(codes: jax.Array) -> jax.Array:
 
 
 def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """uint8[..., K / 2], float8_e4m3fn[..., K / 16] -> float32[..., K], without the global scale: exact."""
+    """codes, float8_e4m3fn[..., K / 16] -> float32[..., K], without the global scale: exact."""
     grouped = _grouped(unpack(codes)) * scales.astype(jnp.float32)[..., None]
     return grouped.reshape(*codes.shape[:-1], -1)
 

@@ -37,12 +37,12 @@ def check_quantization(config: EngineConfig, directory: Path) -> None:
 
 
 def prepare(config: EngineConfig, model: Any) -> None:
-    """Fixes how NVFP4 weights treat activations.
+    """Fixes how NVFP4 weights treat activations, and arranges them for the kernels of this GPU.
 
     Raises:
       ConfigError: W4A4 is asked for, but the checkpoint has no input scales.
     """
-    from hybridjax.layers.quantized import set_activations
+    from hybridjax.layers.quantized import arrange, set_activations
     from hybridjax.ops.dispatch import architecture
     from hybridjax.quantization.dispatch import BLACKWELL
 
@@ -56,6 +56,8 @@ def prepare(config: EngineConfig, model: Any) -> None:
         if config.nvfp4_activations != "auto":
             log.warning("nvfp4_activations is %s, but no weight is in NVFP4", config.nvfp4_activations)
         return
+    if arranged := arrange(model):
+        log.info("%d matrices arranged for the GPU kernel", arranged)
     how = {"auto": "w4a16 or w4a4 by rows and hardware", "by_rows": "w4a16 or w4a4 by rows"}
     log.info("%d weights in NVFP4; products: %s", count, how.get(activations, activations))
     if activations in ("by_rows", "w4a4") and architecture() not in BLACKWELL:

@@ -43,6 +43,10 @@ class Lanes:
     def right(self, a, places):
         return U32(a) >> U32(places)
 
+    def rotated(self, a, places):
+        a = U32(a)
+        return a >> U32(places) | a << U32(32 - places)
+
     def fused(self, a, factor, term):
         return (np.asarray(a, np.uint64) * np.uint64(factor) + np.asarray(term, np.uint64)).astype(U32)
 

@@ -7,7 +7,7 @@ import pytest
 from lanes import U32, Lanes, halves, swizzled
 
 from hybridjax.pallas_kernels.nvfp4 import fragment
-from hybridjax.quantization import decode, unpack
+from hybridjax.quantization import decode, to_words, unpack
 
 BYTES = np.arange(256, dtype=U32)
 SCALES = np.arange(256, dtype=np.uint8).view(ml_dtypes.float8_e4m3fn).astype(np.float64)
@@ -17,18 +17,19 @@ def test_every_code_at_every_place_with_every_scale_is_exact():
     machine = Lanes()
     same = np.arange(16, dtype=U32) * U32(0x11111111)
     words = np.concatenate([same, np.random.default_rng(0).integers(0, 2**32, 1000, dtype=U32)])
-    codes = np.asarray(unpack(jnp.asarray(words.view(np.uint8).reshape(-1, 4))), np.float64)
-    # A NaN is not a number that a quantiser writes; it is read as 480.
-    first = np.where(np.isnan(SCALES), np.where(BYTES > 127, -480.0, 480.0), SCALES)
+    stored = jnp.asarray(words.view(np.uint8).reshape(-1, 4))
+    codes, words = np.asarray(unpack(stored), np.float64), np.asarray(to_words(stored))[:, 0]
+    # Scales have no sign, and a NaN is not a number that a quantiser writes.
+    first = np.where(np.isnan(SCALES), 480.0, np.abs(SCALES))
     for quarter in range(4):
         place = U32(8 * quarter)
         read = fragment.scales(machine, BYTES << place, BYTES[::-1] << place, U32(quarter))
         for pairs, want in zip(read, (first, first[::-1]), strict=True):
             np.testing.assert_array_equal(halves(pairs) * 2.0**-118, np.stack([want, want], axis=-1))
             for j, pair in enumerate(fragment.decode(machine, words)):
-                np.testing.assert_array_equal(halves(pair) * 2.0**126, codes[:, [j, j + 4]])
+                np.testing.assert_array_equal(halves(pair) * 2.0**126, codes[:, [2 * j, 2 * j + 1]])
                 got = halves(machine.times(pair[:, None], pairs)) * fragment.SCALE
-                np.testing.assert_array_equal(got, codes[:, None, [j, j + 4]] * want[:, None])
+                np.testing.assert_array_equal(got, codes[:, None, [2 * j, 2 * j + 1]] * want[:, None])
 
 
 def case(stage, slots, seed=0):
@@ -43,8 +44,9 @@ def case(stage, slots, seed=0):
     if stage.full:
         image = x.reshape(slots, stage.chunks, -1, 8, 64).swapaxes(1, 2)
     image = np.ascontiguousarray(image).view(np.uint8).reshape(-1, 128)
+    words = np.asarray(to_words(jnp.asarray(codes))).view(np.uint8)
     arrays = {
-        "codes": swizzled(codes.reshape(-1, 128)) if stage.tiled else codes.reshape(-1),
+        "codes": swizzled(words.reshape(-1, 128)) if stage.tiled else words.reshape(-1),
         "scales": scales.reshape(-1),
         "x": swizzled(image) if stage.tokens > 1 else image.reshape(-1),
     }

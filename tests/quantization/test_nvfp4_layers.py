@@ -8,10 +8,10 @@ from flax import nnx
 
 from hybridjax.errors import ConfigError
 from hybridjax.layers.linear import DenseWeight
-from hybridjax.layers.quantized import NVFP4Experts, NVFP4Weight, SplitWeight, set_activations
+from hybridjax.layers.quantized import NVFP4Experts, NVFP4Weight, SplitWeight, arrange, set_activations
 from hybridjax.ops import nvfp4_w4a4
 from hybridjax.ops.dispatch import assume
-from hybridjax.quantization import GROUP, dequantize, quantize
+from hybridjax.quantization import GROUP, dequantize, from_words, quantize
 from hybridjax.quantization.dispatch import activation_format, crossover
 
 HALF = np.array([0, 0.5, 1, 1.5, 2, 3, 4, 6])
@@ -111,6 +111,46 @@ def experts() -> NVFP4Experts:
     layer.gate_up_input.set_value(jnp.full(8, 0.001, jnp.float32).at[3].set(0.002))
     layer.down_input.set_value(jnp.full(4, 0.01, jnp.float32))
     return layer
+
+
+@pytest.mark.parametrize("activations", ["w4a16", "w4a4"])
+def test_weights_arranged_for_a_gpu_kernel_give_the_same(activations):
+    """In a model: what has no tiles stays as it is."""
+
+    class Model(nnx.Module):
+        def __init__(self):
+            self.whole, _ = filled((64, 128))
+            self.narrow, _ = filled((48, 128))
+            self.experts = NVFP4Experts(2, 64, 64, calibrated=True)
+            rng = np.random.default_rng(0)
+            for name in ("gate_up_codes", "down_codes"):
+                codes = getattr(self.experts, name)
+                codes.set_value(jnp.asarray(rng.integers(0, 256, codes.shape, dtype=np.uint8)))
+            for name in ("gate_up_scales", "down_scales"):
+                getattr(self.experts, name).set_value(jnp.ones_like(getattr(self.experts, name)[...]))
+
+    def results(model: Model) -> list:
+        x = jnp.asarray(np.random.default_rng(1).standard_normal((3, 128)), jnp.float32)
+        ids, weights = jnp.asarray([[0, 1], [1, -1], [-1, 0]]), jnp.full((3, 2), 0.25)
+        return [
+            model.whole.matmul(x),
+            model.narrow.matmul(x),
+            model.experts.apply(x[:, :64], ids.astype(jnp.int32), weights),
+        ]
+
+    model = Model()
+    set_activations(model, activations)
+    codes, before = model.whole.codes[...], results(model)
+    assert arrange(model) == 0  # on a CPU
+    with assume("sm_90"):
+        assert arrange(model) == 3
+        assert arrange(model) == 0
+    assert model.whole.codes.dtype == model.experts.down_codes.dtype == jnp.uint32
+    assert model.narrow.codes.dtype == jnp.uint8
+    np.testing.assert_array_equal(from_words(model.whole.codes[...]), codes)
+    for got, want in zip(results(model), before, strict=True):
+        assert np.abs(want).max() > 0.1
+        np.testing.assert_array_equal(got, want)
 
 
 @pytest.mark.parametrize("activations", ["w4a16", "w4a4"])

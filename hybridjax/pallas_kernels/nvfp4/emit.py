@@ -58,6 +58,10 @@ class Ptx:
     def right(self, a, places):
         return arith.shrui(_number(a), _number(places))
 
+    def rotated(self, a, places):
+        a = _number(a)
+        return utils.inline_ptx(f"shf.r.wrap.b32 $0, $1, $1, {places};", a, result_types=_i32())
+
     def fused(self, a, factor, term):
         product = a if isinstance(factor, int) and factor == 1 else arith.muli(_number(a), _number(factor))
         return product if isinstance(term, int) and term == 0 else arith.addi(product, _number(term))
@@ -126,35 +130,52 @@ def multiply(stage: fragment.Stage, slot, codes, scales, x, sums: mgpu.Fragmente
     return mgpu.FragmentedArray(_registers=shaped, _layout=sums.layout, _is_signed=None)
 
 
-def store(stage: fragment.Stage, width: int, first, row, scale_row, scale, out, sums: mgpu.FragmentedArray):
-    """Writes out[first + token, row + r] = sums[r, token] * scale[scale_row, row + r] * 2^8; see ``kernel``.
+def factors(stage: fragment.Stage) -> int:
+    """Rows of the weights of which a lane holds sums."""
+    return 2 * stage.rows // fragment.ROWS
 
-    ``width`` is that of both arrays' rows, ``first`` and ``scale_row`` count such rows.
+
+def _at(array: ir.Value, of: ir.Type, width: int, line: ir.Value, column: ir.Value) -> ir.Value:
+    """The address of an element of an array whose rows are ``width`` long."""
+    i64 = ir.IntegerType.get_signless(64)
+    pointer = utils.memref_ptr(array)
+    wide = arith.addi(arith.muli(arith.extui(i64, line), utils.c(width, i64)), arith.extui(i64, column))
+    return llvm.getelementptr(pointer.type, pointer, [wide], [-(2**31)], of, llvm.GEPNoWrapFlags.none)
+
+
+def load_factors(stage: fragment.Stage, width: int, row, scale_row, scale) -> mgpu.FragmentedArray:
+    """scale[scale_row, row + r] * 2^8 for the rows r of a lane, one register each, as ``store`` takes them."""
+    m = Ptx()
+    lane, warp = _thread(m)
+    row, scale_row = (x.registers.item() for x in (row, scale_row))
+    f32 = ir.F32Type.get()
+    registers = np.empty(factors(stage), dtype=object)
+    for i in range(factors(stage)):
+        r, _ = fragment.places(m, lane, warp, i // 2, 0)[2 * (i % 2)]
+        loaded = llvm.load(f32, _at(scale, f32, width, scale_row, m.fused(row, 1, r)), alignment=4)
+        scaled = arith.mulf(loaded, utils.c(fragment.SCALE, f32))
+        registers[i] = vector.from_elements(ir.VectorType.get((1,), f32), [scaled])
+    layout = mgpu.WGStridedFragLayout((len(registers) * 128,), vec_size=1)
+    return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+
+def store(stage: fragment.Stage, width: int, first, row, scale, out, sums: mgpu.FragmentedArray):
+    """Writes out[first + token, row + r] = sums[r, token] * scale of r, which ``load_factors`` gave.
+
+    ``width`` is that of the array's rows, ``first`` counts such rows.
     """
     m = Ptx()
     lane, warp = _thread(m)
-    first, row, scale_row = (x.registers.item() for x in (first, row, scale_row))
-    f32, i64 = ir.F32Type.get(), ir.IntegerType.get_signless(64)
+    first, row = (x.registers.item() for x in (first, row))
+    f32 = ir.F32Type.get()
     element = ir.MemRefType(out.type).element_type
-
-    def at(array, of, line, column):
-        pointer = utils.memref_ptr(array)
-        wide = arith.addi(arith.muli(arith.extui(i64, line), utils.c(width, i64)), arith.extui(i64, column))
-        return llvm.getelementptr(pointer.type, pointer, [wide], [-(2**31)], of, llvm.GEPNoWrapFlags.none)
-
-    scalars = _scalars(sums)
-    for i, tiles in enumerate(scalars):
-        factors: dict[int, ir.Value] = {}
+    for i, tiles in enumerate(_scalars(sums)):
         for j, registers in enumerate(tiles):
             for index, ((r, token), value) in enumerate(zip(fragment.places(m, lane, warp, i, j), registers)):
-                column = m.fused(row, 1, r)
-                half = index // 2
-                if half not in factors:
-                    loaded = llvm.load(f32, at(scale, f32, scale_row, column), alignment=4)
-                    factors[half] = arith.mulf(loaded, utils.c(fragment.SCALE, f32))
-                scaled = arith.mulf(value, factors[half])
+                scaled = arith.mulf(value, _element(scale.registers[2 * i + index // 2], 0))
                 live = arith.cmpi(arith.CmpIPredicate.ult, token, _number(stage.tokens))
                 with mgpu.when(live):
                     narrow = scaled if element == f32 else arith.truncf(element, scaled)
-                    llvm.store(narrow, at(out, element, m.fused(first, 1, token), column))
+                    at = _at(out, element, width, m.fused(first, 1, token), m.fused(row, 1, r))
+                    llvm.store(narrow, at, alignment=element.width // 8)
     return ()

@@ -5,27 +5,27 @@ same on arrays of 32 lanes. Values are 32-bit registers, one per lane.
 
 **Which lane holds what.** In ``mma.m16n8k16`` lane 4 g + t holds rows g and g + 8 of the weights, and token
 g, at four of the 16 places along K. Which columns stand at these places is free as long as both operands
-agree: of 64 columns lane t takes columns 16 t to 16 t + 15, which are 8 consecutive bytes, one group under
-one scale, and 32 bytes of x. A word of 8 codes gives the pairs (j, j + 4), and x is paired alike.
+agree: of 64 columns lane t takes columns 16 t to 16 t + 15, which are two words of 8 codes, one group under
+one scale, and 32 bytes of x.
 
 **Decoding.** The three lower bits of a code, placed as bits 8:6 of a bfloat16, are its size times 2^-126, the
-subnormal 0.5 included. Of a code at bits 9:6, adding 0x7e00 carries bit 9, the sign, to bit 15; what else the
-addition sets is masked. Likewise an E4M3 scale placed as bits 10:4 is 2^-120 of its value. Codes times 2^-126
-and scales times 2^118 give products times 2^-8, all exact in bfloat16 and none of them subnormal. A scale of
-NaN is read as 480.
+subnormal 0.5 included; the sign belongs to bit 15. ``quantization.words`` has the bits of 8 codes where 8
+instructions take them there. Likewise an E4M3 scale placed as bits 10:4 is 2^-120 of its value; its
+sign is left out, and a NaN is read as 480. Codes times 2^-126 and scales times 2^118 give products times 2^-8, all exact
+in bfloat16 and none of them subnormal.
 """
 
 import dataclasses
 import itertools
 from typing import Any, Protocol
 
+from hybridjax.quantization import words
+
 CHUNK = 64  # columns of a step
 ROWS = 64  # of a row tile: 16 for each of four warps
 TOKENS = 8  # of a token tile
 SCALE = 2.0**8  # what sums have to be multiplied by
 
-_SIGNS, _SIZES = 0x80008000, 0x01C001C0
-_CARRY = 0x7E007E00
 _TWO_119 = 0x7B007B00  # bfloat16 2^119, twice
 
 
@@ -50,6 +50,10 @@ class Machine(Protocol):
 
     def right(self, a: Any, places: int) -> Any:
         """a >> places, zeros from the left."""
+        ...
+
+    def rotated(self, a: Any, places: int) -> Any:
+        """a >> places, what leaves on the right coming back on the left."""
         ...
 
     def fused(self, a: Any, factor: Any, term: Any) -> Any:
@@ -123,29 +127,18 @@ class Stage:
 
 
 def decode(m: Machine, word: Any) -> list:
-    """8 codes -> bfloat16 pairs of codes (j, j + 4) for j = 0..3, times 2^-126."""
-    carry = m.kept(_CARRY)
-    carried = [
-        m.fused(m.both(word, 0x000F000F), m.kept(64), carry),
-        m.fused(m.both(word, 0x00F000F0), m.kept(4), carry),
-        m.fused(m.both(m.right(word, 2), 0x03C003C0), m.kept(1), carry),
-    ]
-    last = m.either(m.both(word, _SIGNS), m.both(m.right(word, 6), _SIZES))
-    return [*(m.both(x, _SIGNS | _SIZES) for x in carried), last]
+    """A word of 8 codes -> bfloat16 pairs of codes (2 i, 2 i + 1) for i = 0..3, times 2^-126."""
+    last = m.fused(m.both(word, words.LAST), m.kept(words.LAST_FACTOR), 0)
+    turned = [word, *(m.rotated(word, places) for places in words.ROTATIONS[1:])]
+    return [m.both(x, words.PAIR) for x in (*turned, last)]
 
 
 def scales(m: Machine, first: Any, second: Any, quarter: Any) -> list:
     """This lane's of the 4 E4M3 scales in each of two words, times 2^118: [pairs of equal bfloat16]."""
-    # Both bytes of a half, so that the sign is in place.
     chosen = m.permute(first, second, m.fused(quarter, 0x1111, 0x4400))
-    small = m.either(m.both(chosen, _SIGNS), m.both(m.right(chosen, 4), 0x07F007F0))
+    small = m.both(m.fused(chosen, m.kept(16), 0), 0x07F007F0)
     value = m.times(m.times(small, _TWO_119), _TWO_119)
     return [m.permute(value, value, 0x1010), m.permute(value, value, 0x3232)]
-
-
-def paired(m: Machine, x: list) -> list:
-    """8 bfloat16 in 4 registers -> their pairs (j, j + 4)."""
-    return [m.permute(x[i], x[i + 2], selector) for i in (0, 1) for selector in (0x5410, 0x7632)]
 
 
 def row_of(m: Machine, lane: Any) -> Any:
@@ -234,7 +227,6 @@ def multiply(m: Machine, stage: Stage, slot: Any, lane: Any, warp: Any, sums: li
         codes, x = following
         if chunk + 1 < stage.chunks:
             following = loaded(chunk + 1)
-        pairs = [[paired(m, half) for half in halves] for halves in x]
         for tile in range(stage.rows // ROWS):
             low, high = (scale_words[(tile, half), chunk // together][chunk % together] for half in (0, 8))
             factors = scales(m, low, high, quarter)
@@ -245,7 +237,7 @@ def multiply(m: Machine, stage: Stage, slot: Any, lane: Any, warp: Any, sums: li
                 )
                 for j, token in itertools.product((0, 2), range(stage.token_tiles)):
                     weights = [a[j], b[j], a[j + 1], b[j + 1]]
-                    out[tile][token] = m.product(out[tile][token], weights, pairs[token][word][j : j + 2])
+                    out[tile][token] = m.product(out[tile][token], weights, x[token][word][j : j + 2])
     return out
 
 

@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from hybridjax.ops.experts import activate, block_size, combine, lay_out
 from hybridjax.ops.nvfp4 import BLOCK_ROWS
 from hybridjax.pallas_kernels.nvfp4.kernel import Tuning, may_activate, product, shared_memory
-from hybridjax.quantization import NVFP4
+from hybridjax.quantization import GROUP, NVFP4
 
 _ALONE = 0.375  # choices per expert up to which each is a block of its own
 _SMALLEST = 8  # tokens of other blocks: fewer take as long
@@ -66,7 +66,7 @@ def experts(
         )
 
     hidden = through(tokens, gate_up, share, 0)
-    swiglu = bool(alone) and may_activate(down.codes.shape[2] * 2)
+    swiglu = bool(alone) and may_activate(down.scales.shape[2] * GROUP)
     if not swiglu:
         hidden = activate(jnp.sum(hidden, axis=0), x.dtype)
     out = jnp.sum(through(hidden, down, 1, 1, swiglu), axis=0)

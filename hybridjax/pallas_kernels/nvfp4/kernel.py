@@ -6,11 +6,11 @@ warp decodes weights into registers and multiplies, ``fragment`` says how; nothi
 memory. Matrices of up to 1024 columns that are no multiple of 256 are one stage of whole rows: rows of their
 scales start where the copy engine cannot.
 
-**What bounds it**, by the machine code for sm_90a, up to 8 tokens and 64 rows: in a stage a lane spends 440
-instructions (398 without those of the ring) on 128 values, 230 of them on the integer pipe, which takes 64
-lanes per clock: at most 36 values per clock and multiprocessor, 15.5 us for 4096 x 32768 at 1.85 GHz, where
-the bytes take 17.6 us at 4.3 TB/s. With 128 rows it is 1.63 integer instructions per value instead of 1.8,
-since x is paired once for all rows; with 16 tokens 2.0. From 32 tokens on the tensor cores bound it.
+**What bounds it.** By the machine code for sm_90a, up to 8 tokens and 128 rows, a lane spends 587
+instructions in a stage on 256 values, 267 of them on the integer pipe, which takes 64 lanes per clock: 61
+values per clock and multiprocessor, 9 us for 4096 x 32768 at 1.85 GHz, where the bytes take 17.6 us at 4.3
+TB/s. 16 tokens add 32 tensor-core instructions and 14 others. Measured: 22.6 us for 1 token, 25.2 for 16; a
+kernel that only copies takes 19.8.
 """
 
 import dataclasses
@@ -26,11 +26,14 @@ from hybridjax.ops.nvfp4 import BLOCK_ROWS, divides
 from hybridjax.pallas_kernels.nvfp4 import emit
 from hybridjax.pallas_kernels.nvfp4.fragment import CHUNK, ROWS, TOKENS, Stage
 from hybridjax.pallas_kernels.state_update import multiprocessors, swizzled
-from hybridjax.quantization import decode
+from hybridjax.pallas_kernels.tuning import Options, choose
+from hybridjax.quantization import GROUP, decode
 
 COLUMNS = 256  # of a tiled stage: rows of 128 bytes
 _FEW = 16  # tokens up to which codes are the larger part of a stage
 _STAGES = 4
+_LARGE = 8  # stages of 128 rows per multiprocessor
+_THREADS = 128  # of a program
 _SUMS = plgpu.Layout.MMA_ACC(jnp.bfloat16)
 _SWIZZLED_LINES = (plgpu.SwizzleTransform(128),)  # pyright: ignore[reportAbstractUsage]
 
@@ -66,16 +69,31 @@ def _stage_bytes(rows: int, tokens: int) -> int:
 
 
 def default_tuning(tokens: int, columns: int, features: int, blocks: int, processors: int) -> Tuning:
-    """About four programs of 64 rows per multiprocessor, or two of 128 where there are many tokens.
+    """What ``tunings`` says of such a product on this GPU, else about four programs per multiprocessor.
 
-    Many tokens make x the larger part of a stage, so more rows share it.
+    Programs of 128 rows read x once for both halves: for all large products, and where x is the larger part
+    of a stage; of these, two are enough.
     """
     if columns % COLUMNS:
         return Tuning(ROWS, 1, 1)
-    rows, resident = ROWS, 4
-    if tokens > _FEW and features % (2 * ROWS) == 0 and 2 * _stage_bytes(2 * ROWS, tokens) <= shared_memory():
-        rows, resident = 2 * ROWS, 2
-    steps, programs = columns // COLUMNS, features // rows * blocks
+    shape = {"tokens": tokens, "columns": columns, "features": features, "blocks": blocks}
+
+    def by_rule() -> Options:
+        return dataclasses.asdict(_rule(tokens, columns, features, blocks, processors))
+
+    chosen = choose("nvfp4_product", architecture(), processors, shape, heuristic=by_rule)
+    return Tuning(**chosen.options)  # pyright: ignore[reportArgumentType]
+
+
+def _rule(tokens: int, columns: int, features: int, blocks: int, processors: int) -> Tuning:
+    rows, resident, steps = ROWS, 4, columns // COLUMNS
+    if features % (2 * ROWS) == 0 and 2 * _stage_bytes(2 * ROWS, tokens) <= shared_memory():
+        large = features // (2 * ROWS) * steps * blocks >= _LARGE * processors
+        if tokens > _FEW:
+            rows, resident = 2 * ROWS, 2
+        elif large:
+            rows = 2 * ROWS
+    programs = features // rows * blocks
     wanted = min(resident * processors // programs, steps // 2)
     splits = max([n for n in range(1, wanted + 1) if steps % n == 0], default=1)
     stages = shared_memory() // resident // _stage_bytes(rows, tokens)
@@ -101,7 +119,8 @@ def product(
 
     Args:
       x: bfloat16[rows, K].
-      codes: uint8[E, N, K / 2]; scales: float8_e4m3fn[E, N, K / 16]; global_scale: float32[E, N].
+      codes: uint32[E, N, K / 8], see ``quantization.words``; scales: float8_e4m3fn[E, N, K / 16];
+        global_scale: float32[E, N].
       expert: int32[blocks], -1 for a block that is not wanted; None: all blocks are of expert 0.
       active: int32[1]; blocks from here on are not wanted either. None: there are none.
       tokens: per block, up to 64.
@@ -116,9 +135,13 @@ def product(
       [splits, blocks * tokens, N] to be summed over the splits; rows of other blocks are undefined.
 
     Raises:
-      ValueError: sizes that are not whole tiles.
+      ValueError: sizes that are not whole tiles, or codes in the order of a checkpoint.
     """
-    columns, features = codes.shape[2] * 2, codes.shape[1]
+    columns, features = scales.shape[2] * GROUP, codes.shape[1]
+    if codes.dtype != jnp.uint32:
+        raise ValueError(
+            f"codes are {codes.dtype}, as in a checkpoint; use quantization.to_words on them once"
+        )
     if tokens > BLOCK_ROWS or not divides(features, columns):
         raise ValueError(f"no tiles for {tokens} rows of {columns} values and {features} features")
     choice = [y for y in (expert, active) if y is not None]
@@ -126,6 +149,10 @@ def product(
     if tuning is None:
         tuning = default_tuning(tokens, columns, features, blocks, multiprocessors())
     tiled = columns % COLUMNS == 0
+    if not tiled and tuning.rows > ROWS:
+        raise ValueError(
+            f"{tuning.rows} whole rows of {columns} values per program; {ROWS} are what is copied"
+        )
     width = COLUMNS if tiled else columns
     stage = Stage(tuning.rows, tokens, width // CHUNK, tiled)
     steps = columns // width // tuning.splits
@@ -133,14 +160,15 @@ def product(
     room = stage.token_tiles * TOKENS
     out_dtype = out_dtype if tuning.splits == 1 else jnp.float32
     shapes: dict[str, tuple[int, ...]] = {
-        "codes": (stage.rows, stage.code_row),
+        "codes": (stage.rows, stage.code_row // 4),
         "scales": (stage.rows, stage.scale_row),
     }
     if not tiled:
         # Whole rows are one run of bytes, and copied as lines of 128.
-        codes, scales = (y.reshape(y.shape[0], -1, 128) for y in (codes, scales))
-        shapes = {name: (shape[0] * shape[1] // 128, 128) for name, shape in shapes.items()}
-    swizzles = {"codes": swizzled(128, 1) if tiled else (), "scales": (), "x": _SWIZZLED_LINES}
+        codes, scales = (y.reshape(y.shape[0], -1, 128 // y.dtype.itemsize) for y in (codes, scales))
+        shapes["codes"] = (stage.rows * stage.code_row // 128, 32)
+        shapes["scales"] = (stage.rows * stage.scale_row // 128, 128)
+    swizzles = {"codes": swizzled(128, 4) if tiled else (), "scales": (), "x": _SWIZZLED_LINES}
     shapes["x"] = (stage.chunks, stage.token_lines, CHUNK)
     if swiglu:
         swizzles["x"], shapes["x"] = (), (columns,)
@@ -205,31 +233,53 @@ def product(
 
             return accumulate(slot, sums)
 
-        def store(sums):
-            row = tile * stage.rows
+        row = tile * stage.rows
+
+        def factors():
+            """What a lane's rows have to be multiplied by; read before it is needed."""
+            layout = plgpu.Layout.WG_STRIDED((emit.factors(stage) * _THREADS,), vec_size=1)
+
+            @plgpu.inline_mgpu(
+                arg_types=(*[plgpu.Layout.WG_SPLAT] * 2, plgpu.RefType()),
+                return_type=plgpu.ShapeDtypeStruct(
+                    (emit.factors(stage) * _THREADS,), jnp.float32, layout=layout
+                ),
+            )
+            def load(ctx, *operands):
+                del ctx
+                return emit.load_factors(stage, features, *operands)
+
+            return load(row, chosen, global_ref)
+
+        def store(sums, scale):
             if interpret is not None:
-                scale = global_ref[chosen, pl.ds(row, stage.rows)]
                 out = (sums * scale[:, None]).T[:tokens].astype(out_ref.dtype)
                 out_ref[split, pl.ds(block * tokens, tokens), pl.ds(row, stage.rows)] = out
                 return
 
             @plgpu.inline_mgpu(
-                arg_types=(*[plgpu.Layout.WG_SPLAT] * 3, plgpu.RefType(), plgpu.RefType(), _SUMS)
+                arg_types=(
+                    *[plgpu.Layout.WG_SPLAT] * 2,
+                    plgpu.Layout.WG_STRIDED(scale.shape, vec_size=1),
+                    plgpu.RefType(),
+                    _SUMS,
+                )
             )
             def write(ctx, *operands):
                 del ctx
                 return emit.store(stage, features, *operands)
 
-            write((split * blocks + block) * tokens, row, chosen, global_ref, out_ref, sums)
+            write((split * blocks + block) * tokens, row, scale, out_ref, sums)
 
         def run():
             for step in range(stages if stages == steps else stages - 1):
                 fetch(jnp.int32(step))
+            scale = factors() if interpret is None else global_ref[chosen, pl.ds(row, stage.rows)]
             if swiglu:
                 x_smem[0] = _activated(x_ref, block, columns)
                 plgpu.commit_smem()  # for all warps to read
             zeros = plgpu.layout_cast(jnp.zeros((stage.rows, room), jnp.float32), _SUMS)
-            store(jax.lax.fori_loop(0, steps, body, zeros))
+            store(jax.lax.fori_loop(0, steps, body, zeros), scale)
 
         if not choice_refs:
             run()
@@ -274,7 +324,7 @@ def _activated(parts_ref, block, columns: int) -> jax.Array:
 
 def _interpreted(stage: Stage, codes, scales, x) -> jax.Array:
     """The products of a slot where no instructions can be emitted."""
-    codes, scales = codes.reshape(stage.rows, stage.code_row), scales.reshape(stage.rows, stage.scale_row)
+    codes, scales = codes.reshape(stage.rows, -1), scales.reshape(stage.rows, stage.scale_row)
     if not stage.full:
         x = x.reshape(stage.chunks, stage.token_lines, CHUNK).swapaxes(0, 1).reshape(stage.token_lines, -1)
     x = jax.lax.slice_in_dim(x.astype(jnp.float32), 0, stage.tokens)
