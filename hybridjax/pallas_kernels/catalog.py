@@ -254,7 +254,7 @@ KERNELS = (
         tensor_cores=True,
         options={"scale": SIZE**-0.5},
         variants=tuple(
-            {"columns": columns, "stages": stages} for columns, stages in ((32, 2), (32, 3), (32, 4), (64, 3))
+            {"columns": columns, "stages": stages} for columns, stages in ((32, 2), (32, 4), (64, 2))
         ),
     ),
     Kernel(

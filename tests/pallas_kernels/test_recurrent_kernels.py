@@ -193,6 +193,34 @@ def test_cutting_a_prompt_on_the_grid_changes_no_bit(op):
     np.testing.assert_array_equal(pool[1], state[1])
 
 
+@pytest.mark.parametrize("options", [{}, {"stages": 2}, {"columns": 64, "stages": 2}])
+def test_a_long_prompt_goes_round_all_buffers_which_are_even(options):
+    tokens = 9 * TILE - 5
+    rows = simple_gla_rows(11, 9 * TILE)
+    index = jnp.arange(9 * TILE, dtype=jnp.int32)
+    batch = jnp.array([1], jnp.int32), jnp.zeros((9,), jnp.int32), jnp.where(index < tokens, index, -1)
+    out, after = simple_gla_prefill(rows, jnp.full((2, HEADS, SIZE, SIZE), jnp.nan), *batch, **options)
+    state, want = np.zeros((HEADS, SIZE, SIZE)), []
+    for token in zip(*(x[:tokens] for x in exact(*rows))):
+        state, o = simple_gla_token(state, *token)
+        want.append(o)
+    close(out[:tokens], want, 5e-3)
+    close(after[1], state, 5e-3)
+    with pytest.raises(ValueError, match="3 stages"):
+        simple_gla_prefill(rows, after, *batch, **{**options, "stages": 3})
+
+
+@pytest.mark.parametrize("op", PREFILL)
+def test_a_batch_without_tokens_gives_zeros_and_touches_no_slot(op):
+    run, make, _, heads = PREFILL[op]
+    rows = [jnp.full_like(x, jnp.nan) for x in make(12, 2 * TILE)]
+    pool = normal(13, 3, heads, SIZE, SIZE, dtype=jnp.float32)
+    tile_sequence, positions = jnp.array([0, 1], jnp.int32), jnp.full((2 * TILE,), -1, jnp.int32)
+    out, after = run(rows, pool, jnp.array([1, 0], jnp.int32), tile_sequence, positions)
+    np.testing.assert_array_equal(out, np.zeros_like(out))
+    np.testing.assert_array_equal(after, pool)
+
+
 def one_tile(tokens):
     """A fresh sequence of one tile: pool, slot, tile_sequence, positions."""
     positions = jnp.where(jnp.arange(TILE) < tokens, jnp.arange(TILE), -1).astype(jnp.int32)
