@@ -14,7 +14,7 @@ from hybridjax.checkpoints.generation import FILE as GENERATION_CONFIG
 from hybridjax.checkpoints.parameters import Layout
 from hybridjax.checkpoints.safetensors_file import SafetensorsFile
 from hybridjax.checkpoints.saving import (
-    TOKENIZER_FILES,
+    PROCESSOR_FILES,
     StoredTensor,
     replacing,
     without_quantization,
@@ -120,7 +120,7 @@ def write(
         write_object(staging / "config.json", raw | {"quantization_config": config})
         if apart is not None:
             write_object(staging / quantization_config.FILE, apart)
-        for name in (GENERATION_CONFIG, *TOKENIZER_FILES):
+        for name in (GENERATION_CONFIG, *PROCESSOR_FILES):
             if (source / name).is_file():
                 shutil.copyfile(source / name, staging / name)
 

@@ -27,7 +27,7 @@ from hybridjax.host_table import HostTable
 from hybridjax.json_files import write_object
 from hybridjax.models.base import TensorEntry
 
-TOKENIZER_FILES = (
+PROCESSOR_FILES = (  # that the weights' users read beside them: text, then images
     "tokenizer.json",
     "tokenizer_config.json",
     "special_tokens_map.json",
@@ -36,6 +36,9 @@ TOKENIZER_FILES = (
     "vocab.json",
     "merges.txt",
     "tokenizer.model",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
 )
 _METADATA = {"format": "pt"}  # transformers refuses files without it
 
@@ -64,7 +67,8 @@ def save_pretrained(
       model: a module of one of the registered architectures.
       directory: the directory to create or replace.
       max_shard_bytes: tensor bytes per file; a single larger tensor gets a file of its own.
-      tokenizer_dir: where to copy tokenizer files from; None keeps those the target already has.
+      tokenizer_dir: where to copy the files of tokenizers and image processors from; None keeps those the
+        target already has.
       extra_files: further files by name, for instance a model card. A checkpoint that has all of them
         is replaced with them.
 
@@ -112,7 +116,7 @@ def _tokenizer_files(target: Path, tokenizer_dir: str | Path | None) -> list[Pat
     source = target if tokenizer_dir is None else Path(tokenizer_dir)
     if tokenizer_dir is not None and not (source / "tokenizer.json").is_file():
         raise CheckpointError(f"{source}: has no tokenizer.json to copy")
-    return [source / name for name in TOKENIZER_FILES if (source / name).is_file()]
+    return [source / name for name in PROCESSOR_FILES if (source / name).is_file()]
 
 
 def check_target(directory: str | Path, extra_names: Collection[str] = ()) -> None:
@@ -161,7 +165,7 @@ def _check_replaceable(target: Path, extra_names: Collection[str]) -> None:
     Extra files are taken for a checkpoint's where they are complete and beside a config: one of them
     alone may be anybody's.
     """
-    known = {"config.json", GENERATION_CONFIG, quantization_config.FILE, SINGLE, INDEX, *TOKENIZER_FILES}
+    known = {"config.json", GENERATION_CONFIG, quantization_config.FILE, SINGLE, INDEX, *PROCESSOR_FILES}
     for name in extra_names:
         if name in known or _is_shard(name) or not _is_plain(name):
             raise CheckpointError(f"{name!r} cannot be the name of an extra file")

@@ -230,18 +230,16 @@ def test_a_failed_rename_puts_the_old_directory_back(golden, monkeypatch):
     assert [path.name for path in golden.parent.iterdir()] == [golden.name]
 
 
-def test_tokenizer_files_are_copied(tmp_path):
+def test_files_of_tokenizers_and_image_processors_are_copied(tmp_path):
     source = tmp_path / "tokenizer"
     source.mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "other.bin"):
+    kept = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "preprocessor_config.json")
+    for name in (*kept, "other.bin"):
         (source / name).write_text(name)
     model = load_model(GOLDENS / "dense")
     save_pretrained(model, tmp_path / "out", tokenizer_dir=source)
     saved = content(tmp_path / "out")
-    assert (
-        saved["tokenizer.json"] == b"tokenizer.json"
-        and saved["chat_template.jinja"] == b"chat_template.jinja"
-    )
+    assert all(saved[name] == name.encode() for name in kept)
     assert "other.bin" not in saved
     shutil.rmtree(source)
     with pytest.raises(CheckpointError, match="has no tokenizer.json to copy"):
