@@ -3,10 +3,10 @@
     python -m benchmarks.nvfp4_matmul [--shapes 4096x32768,...] [--tokens 1,8] [--parts dense] [--tune]
 
 Shapes are K x N. Each implementation is first compared with float64; a wrong one is not timed. A time is that
-of one call among many in one program, which XLA replays as a CUDA graph, with other weights each time (or
-other routings), more of them than the second-level cache holds. Beside it stands the time that the program's
-kernels run. Limit: the bytes of a call over the copy bandwidth of this run; a ratio is the time of the faster
-bfloat16 form over the time of the best NVFP4 form.
+of one call among many in one program, which XLA replays as a CUDA graph, with other inputs each time, and
+weights (or routings) in turn, more of them than the second-level cache holds. Beside it stands the time that
+the program's kernels run. Limit: the bytes of a call over the copy bandwidth of this run; a ratio is the time
+of the faster bfloat16 form over the time of the best NVFP4 form.
 """
 
 import argparse
@@ -61,24 +61,25 @@ def exact(weight: NVFP4) -> np.ndarray:
     return values * np.asarray(weight.global_scale, np.float64)[..., None]
 
 
-def measure(function: Callable, items: list, shared: Any, repeats: int) -> Measured:
-    """The time of one call ``function(item, shared)``, all items in one program."""
-    many = jax.jit(lambda items, shared: [function(item, shared) for item in items])
-    jax.block_until_ready(many(items, shared))
-    samples, queued = [], max(1, 64 // len(items))
+def measure(function: Callable, weights: list, inputs: list, repeats: int) -> Measured:
+    """The time of one call ``function(weights, input)``: one program, every input once, weights in turn."""
+
+    def calls(weights, inputs):
+        return [function(weights[i % len(weights)], x) for i, x in enumerate(inputs)]
+
+    many = jax.jit(calls)
+    jax.block_until_ready(many(weights, inputs))
+    samples = []
     for sample in range(repeats + 2):
         start = time.perf_counter()
-        out = None
-        for _ in range(queued):
-            out = many(items, shared)
-        jax.block_until_ready(out)
+        jax.block_until_ready(many(weights, inputs))
         if sample > 1:
-            samples.append((time.perf_counter() - start) / queued / len(items))
+            samples.append((time.perf_counter() - start) / len(inputs))
     program = 1e6 * statistics.median(samples)
     if jax.default_backend() == "cpu":
         return Measured(program, float("nan"))
-    kernels = profiler.measure(many, aggregate=False)(items, shared)[1] or []
-    return Measured(program, 1e3 * sum(ms for _, ms in kernels) / len(items))
+    kernels = profiler.measure(many, aggregate=False)(weights, inputs)[1] or []
+    return Measured(program, 1e3 * sum(ms for _, ms in kernels) / len(inputs))
 
 
 def dense_error(function: Callable, weight: NVFP4, x: jax.Array) -> float:
@@ -110,21 +111,27 @@ def dense(options: argparse.Namespace, bandwidth: float) -> list[dict]:
         ]
         turned = [w.T + 0 for w in plain]
         for tokens in options.tokens:
-            x = jax.random.normal(jax.random.key(99), (tokens, columns), jnp.bfloat16)
+            inputs = [
+                jax.random.normal(jax.random.key(i), (tokens, columns), jnp.bfloat16)
+                for i in range(options.calls)
+            ]
             limit = (size + 2 * tokens * (columns + features)) / bandwidth * 1e6
             took = {
                 "bfloat16 [K, N]": measure(
-                    lambda w, x: einsum_f32("mk,kn->mn", x, w).astype(x.dtype), plain, x, options.repeats
+                    lambda w, x: einsum_f32("mk,kn->mn", x, w).astype(x.dtype), plain, inputs, options.repeats
                 ),
                 "bfloat16 [N, K]": measure(
-                    lambda w, x: einsum_f32("mk,nk->mn", x, w).astype(x.dtype), turned, x, options.repeats
+                    lambda w, x: einsum_f32("mk,nk->mn", x, w).astype(x.dtype),
+                    turned,
+                    inputs,
+                    options.repeats,
                 ),
             }
             for name, function in candidates.items():
                 if not name.startswith(options.implementations):
                     continue
                 try:
-                    wrong = dense_error(function, weights[0], x)
+                    wrong = dense_error(function, weights[0], inputs[0])
                     if not wrong < 1e-4:
                         print(
                             f"{columns}x{features} M={tokens} {name}: error {wrong:.1e}, not timed",
@@ -135,7 +142,7 @@ def dense(options: argparse.Namespace, bandwidth: float) -> list[dict]:
                     def call(w, x, function=function):
                         return function(x, w.codes, w.scales, w.global_scale)
 
-                    took[name] = measure(call, weights, x, options.repeats)
+                    took[name] = measure(call, weights, inputs, options.repeats)
                 except (
                     NotImplementedError,
                     ValueError,
@@ -160,7 +167,7 @@ def routed(options: argparse.Namespace, bandwidth: float) -> list[dict]:
     rows = []
     for tokens in options.tokens:
         items = []
-        for i in range(max(4, min(16, 128 // tokens))):
+        for i in range(options.calls):
             one, two = jax.random.split(jax.random.key(i))
             ids, weights = route(jax.random.normal(one, (tokens, count)), k, True)
             items.append((jax.random.normal(two, (tokens, hidden), jnp.bfloat16), ids, weights))
@@ -188,8 +195,8 @@ def routed(options: argparse.Namespace, bandwidth: float) -> list[dict]:
                     if not wrong < 0.02:
                         print(f"experts M={tokens} {name}: error {wrong:.1e}, not timed", flush=True)
                         continue
-                call = functools.partial(lambda item, m, f: f(*item, *m), f=function)
-                took[name] = measure(call, items, matrices, options.repeats)
+                call = functools.partial(lambda m, item, f: f(*item, *m), f=function)
+                took[name] = measure(call, [matrices], items, options.repeats)
             except (NotImplementedError, ValueError, AssertionError, jax.errors.JaxRuntimeError) as failure:
                 print(f"experts M={tokens} {name}: {str(failure)[:200]}", flush=True)
         limit = touched * each / bandwidth * 1e6
@@ -266,6 +273,7 @@ def main() -> int:
     parser.add_argument("--hidden", type=int, default=2560)
     parser.add_argument("--width", type=int, default=640)
     parser.add_argument("--most-gathered", type=int, default=8, help="tokens up to which gathers are timed")
+    parser.add_argument("--calls", type=int, default=96, help="per program")
     parser.add_argument("--repeats", type=int, default=10)
     parser.add_argument("--tune", action="store_true")
     options = parser.parse_args()
