@@ -9,8 +9,10 @@ import jax
 import jax.numpy as jnp
 
 from hybridjax.pallas_kernels import state_update, tuning
+from hybridjax.pallas_kernels.gated_delta import hopper as gated_delta
 from hybridjax.pallas_kernels.nvfp4.kernel import Tuning as NVFP4Tuning
 from hybridjax.pallas_kernels.nvfp4.kernel import default_tuning
+from hybridjax.pallas_kernels.simple_gla import hopper as simple_gla
 from hybridjax.pallas_kernels.state_update import Tuning
 from hybridjax.quantization import NVFP4
 
@@ -168,6 +170,22 @@ def _states(op: str, heads: int) -> Tuned:
     )
 
 
+def _prompts(op: str, heads: int, heuristic: tuning.Options) -> Tuned:
+    """Of a chunked prefill kernel, whose options are arguments by name."""
+
+    def shape(operands: Mapping[str, Any]) -> dict[str, int]:
+        tokens, sequences = operands["positions"].shape[0], operands["slot"].shape[0]
+        return {"tokens": tokens, "sequences": sequences, "heads": operands["pool"].shape[1]}
+
+    return Tuned(
+        op,
+        shape=shape,
+        heuristic=lambda shape, processors: heuristic,
+        along="tokens",
+        samples=tuple({"tokens": n, "sequences": 1, "heads": heads} for n in (2048, 8192, 32768)),
+    )
+
+
 def _nvfp4(*shape: int) -> NVFP4:
     """Stacked or single matrices [..., N, K] whose rows have global scales of their own."""
     *stack, rows, columns = shape
@@ -256,6 +274,7 @@ KERNELS = (
         variants=tuple(
             {"columns": columns, "stages": stages} for columns, stages in ((32, 2), (32, 4), (64, 2))
         ),
+        tuned=_prompts("simple_gla_prefill", HEADS, simple_gla.HEURISTIC),
     ),
     Kernel(
         op="gated_delta_prefill",
@@ -269,6 +288,7 @@ KERNELS = (
         tensor_cores=True,
         options={},
         variants=tuple({"stages": stages} for stages in (2, 3)),
+        tuned=_prompts("gated_delta_prefill", VALUE_HEADS, gated_delta.HEURISTIC),
         spills=512,  # addresses that three warpgroups of 168 registers each keep over the loop
     ),
     Kernel(

@@ -64,7 +64,7 @@ class Choice:
       where: the entry of the table ("sm_90.json: simple_gla_decode[0]"), empty if there is none.
     """
 
-    options: dict[str, int | None]
+    options: dict[str, Any]
     source: str
     where: str = ""
 

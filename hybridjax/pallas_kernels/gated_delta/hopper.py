@@ -23,9 +23,12 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hybridjax.batch import TILE
+from hybridjax.ops.dispatch import architecture
+from hybridjax.pallas_kernels import tuning
 from hybridjax.pallas_kernels.state_update import SIZE, multiprocessors, swizzled
 from hybridjax.pallas_kernels.tiles import describe
 
+HEURISTIC = {"stages": 2}
 _NORM_EPS = 1e-6
 _LEAST = -100.0  # a smaller logarithm of a decay is zero in float32 too, and sums of it would lose digits
 _WGMMA = plgpu.Layout.WGMMA
@@ -265,7 +268,7 @@ def prefill(
     *,
     initial_slot: jax.Array | None = None,
     snapshot_slot: jax.Array | None = None,
-    stages: int = 2,
+    stages: int = 0,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As ops.gated_delta_prefill for 16-bit q, k [N, Hk, 128], v [N, Hv, 128] and a pool of 128 x 128 states.
@@ -273,10 +276,18 @@ def prefill(
     Rows without a token give zeros. The tiles of a sequence stand side by side, those without tokens last.
 
     Args:
-      stages: tiles in flight per program.
+      stages: tiles in flight per program; 0: as ``tuning`` chooses.
       interpret: an InterpretGPUParams of Pallas to run on a CPU.
     """
     rows, heads, _ = v.shape
+    stages = tuning.choose(
+        "gated_delta_prefill",
+        architecture(),
+        multiprocessors(),
+        {"tokens": rows, "sequences": slot.shape[0], "heads": heads},
+        heuristic=lambda: HEURISTIC,
+        override={"stages": stages} if stages else {},
+    ).options["stages"]
     share = heads // k.shape[1]
     sequences, tiles = describe(slot, tile_sequence, positions, initial_slot, snapshot_slot)
     dtype = q.dtype

@@ -19,10 +19,13 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hybridjax.batch import TILE
+from hybridjax.ops.dispatch import architecture
+from hybridjax.pallas_kernels import tuning
 from hybridjax.pallas_kernels.gated_delta.hopper import multiply
-from hybridjax.pallas_kernels.state_update import SIZE, swizzled
+from hybridjax.pallas_kernels.state_update import SIZE, multiprocessors, swizzled
 from hybridjax.pallas_kernels.tiles import describe
 
+HEURISTIC = {"columns": 32, "stages": 4}
 _WGMMA = plgpu.Layout.WGMMA
 _TRANSPOSED = plgpu.Layout.WGMMA_TRANSPOSED
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
@@ -68,8 +71,8 @@ def prefill(
     scale: float,
     initial_slot: jax.Array | None = None,
     snapshot_slot: jax.Array | None = None,
-    columns: int = 32,
-    stages: int = 4,
+    columns: int = 0,
+    stages: int = 0,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """As ops.simple_gla_prefill for 16-bit q, k, v [N, H, 128] and a float32 pool [slots, H, 128, 128].
@@ -77,16 +80,26 @@ def prefill(
     Rows without a token give zeros. The tiles of a sequence stand side by side, those without tokens last.
 
     Args:
-      columns: of a state per program, 32 or 64; stages: tiles in flight per program, up to 4 or 2.
+      columns: of a state per program, 32 or 64; stages: tiles in flight per program, up to 4 or 2. 0: as
+        ``tuning`` chooses.
       interpret: an InterpretGPUParams of Pallas to run on a CPU.
 
     Raises:
       ValueError: stages is odd.
     """
+    rows, heads, _ = q.shape
+    chosen = tuning.choose(
+        "simple_gla_prefill",
+        architecture(),
+        multiprocessors(),
+        {"tokens": rows, "sequences": slot.shape[0], "heads": heads},
+        heuristic=lambda: HEURISTIC,
+        override={name: n for name, n in (("columns", columns), ("stages", stages)) if n},
+    ).options
+    columns, stages = chosen["columns"], chosen["stages"]
     if stages % 2:
         # Else a buffer, and its barriers, would not always belong to the same of the two warpgroups.
         raise ValueError(f"simple_gla_prefill: two warpgroups cannot take turns with {stages} stages")
-    rows, heads, _ = q.shape
     sequences, tiles = describe(slot, tile_sequence, positions, initial_slot, snapshot_slot)
     dtype = q.dtype
 
