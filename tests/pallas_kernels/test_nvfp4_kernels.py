@@ -77,9 +77,15 @@ def test_sizes_that_have_no_tiles_are_refused():
     weight, _ = stored(1, 48, 512)
     with pytest.raises(ValueError, match="3 rows.*48 features"):
         w4a16(normal(2, 3, 512), weight.codes, weight.scales, weight.global_scale)
-    with pytest.raises(ValueError, match="128 whole rows of 320 values"):
-        whole, _ = stored(1, 128, 320)
-        w4a16(normal(2, 3, 320), whole.codes, whole.scales, whole.global_scale, tuning=Tuning(128, 1, 1))
+    for features, columns, tuning in (
+        (128, 320, Tuning(128, 1, 1)),
+        (128, 320, Tuning(64, 1, 2)),
+        (192, 512, Tuning(128, 1, 2)),
+        (128, 768, Tuning(128, 2, 2)),
+    ):
+        whole, _ = stored(1, features, columns)
+        with pytest.raises(ValueError, match=f"Tuning.* does not divide {features} features of {columns}"):
+            w4a16(normal(2, 3, columns), whole.codes, whole.scales, whole.global_scale, tuning=tuning)
     weight, _ = stored(1, 64, 512)
     with pytest.raises(ValueError, match="codes are uint8.*to_words"):
         w4a16(normal(2, 3, 512), from_words(weight.codes), weight.scales, weight.global_scale)

@@ -144,7 +144,7 @@ def _at(array: ir.Value, of: ir.Type, width: int, line: ir.Value, column: ir.Val
 
 
 def load_factors(stage: fragment.Stage, width: int, row, scale_row, scale) -> mgpu.FragmentedArray:
-    """scale[scale_row, row + r] * 2^8 for the rows r of a lane, one register each, as ``store`` takes them."""
+    """scale[scale_row, row + r] * 2^8 for the rows r of a lane, a register each, as ``store`` takes them."""
     m = Ptx()
     lane, warp = _thread(m)
     row, scale_row = (x.registers.item() for x in (row, scale_row))

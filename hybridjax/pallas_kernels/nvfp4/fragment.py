@@ -10,9 +10,9 @@ one scale, and 32 bytes of x.
 
 **Decoding.** The three lower bits of a code, placed as bits 8:6 of a bfloat16, are its size times 2^-126, the
 subnormal 0.5 included; the sign belongs to bit 15. ``quantization.words`` has the bits of 8 codes where 8
-instructions take them there. Likewise an E4M3 scale placed as bits 10:4 is 2^-120 of its value; its
-sign is left out, and a NaN is read as 480. Codes times 2^-126 and scales times 2^118 give products times 2^-8, all exact
-in bfloat16 and none of them subnormal.
+instructions take them there. Likewise an E4M3 scale placed as bits 10:4 is 2^-120 of its value; its sign is
+left out, and a NaN is read as 480. Codes times 2^-126 and scales times 2^118 give products times 2^-8, all
+exact in bfloat16 and none of them subnormal.
 """
 
 import dataclasses

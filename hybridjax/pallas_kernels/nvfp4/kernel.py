@@ -149,10 +149,10 @@ def product(
     if tuning is None:
         tuning = default_tuning(tokens, columns, features, blocks, multiprocessors())
     tiled = columns % COLUMNS == 0
-    if not tiled and tuning.rows > ROWS:
-        raise ValueError(
-            f"{tuning.rows} whole rows of {columns} values per program; {ROWS} are what is copied"
-        )
+    if features % tuning.rows or (
+        columns // COLUMNS % tuning.splits if tiled else tuning != Tuning(ROWS, 1, 1)
+    ):
+        raise ValueError(f"{tuning} does not divide {features} features of {columns} columns")
     width = COLUMNS if tiled else columns
     stage = Stage(tuning.rows, tokens, width // CHUNK, tiled)
     steps = columns // width // tuning.splits
