@@ -75,7 +75,7 @@ def microseconds(
     ``xla``: of a function that is no kernel.
     """
     calls = min(calls_of(case), _CALLS_OF_XLA if xla else _CALLS.stop)
-    apart = xla or case.gives == "outputs"
+    apart = xla or case.parts or case.gives == "outputs"
     copies = calls if apart else min(calls, turns_of(case))
     turns = [tuple(x * 1 if i else x for x in case.operands[:3]) for i in range(copies)]
     if case.gives == "outputs":

@@ -18,7 +18,8 @@ SCALE = SIZE**-0.5
 class Case:
     """Operands of one call; ``pool``: the index of the pool among them; ``moved``: the bytes it must move.
 
-    ``gives``: what comes out, outputs and then the pool, or only one of them.
+    ``gives``: what comes out, outputs and then the pool, or only one of them. ``parts``: whether a call is more
+    than one kernel, of which XLA would compute once what calls have in common.
     """
 
     operands: tuple[jax.Array, ...]
@@ -26,6 +27,7 @@ class Case:
     pool: int
     moved: int
     gives: str = "both"
+    parts: bool = False
 
 
 def _draw(key: int, shapes: list[tuple[int, ...]], dtype) -> list[jax.Array]:
@@ -81,7 +83,7 @@ def gated_delta_prefill(tokens: int, key: int = 0) -> Case:
     (pool,) = _draw(key + 1, [(3, VALUE_HEADS, SIZE, SIZE)], jnp.float32)
     operands = (q, k, v, *_gates(key, tokens), pool, *_prefill_rows(tokens))
     moved = tokens * (VALUE_HEADS * (SIZE * (2 + 4) + 8) + 2 * KEY_HEADS * SIZE * 2)
-    return Case(operands, {}, 5, moved)
+    return Case(operands, {}, 5, moved, parts=True)
 
 
 NODES, PATH = 16, 5
