@@ -29,6 +29,18 @@ from hybridjax.configs import MiniCPMSALAConfig, Qwen4ExpConfig
 from hybridjax.layers import GatedDeltaNet, LightningAttention
 from hybridjax.ops.dispatch import OPS, override
 
+# Everything around the recurrences as XLA fuses it.
+AROUND = ",".join(
+    f"{op}=reference"
+    for op in (
+        "lightning_rows",
+        "lightning_output",
+        "lightning_decode",
+        "gated_delta_output",
+        "gated_delta_net_decode",
+    )
+)
+
 
 class Stack:
     """Equal layers of one kind, their caches, and the program over them."""
@@ -83,9 +95,8 @@ class Stack:
             after.append(cache)
         return x, after
 
-    def compiled(self, mode: str, rows: int, copies: int, references: bool = False):
+    def compiled(self, mode: str, rows: int, copies: int, forced: str | None = None):
         program = jax.jit(self.run, donate_argnums=1)
-        forced = ",".join(f"{op}=reference" for op in OPS) if references else None
         with override(forced):
             return program.lower(
                 self.parameters[:copies], self.caches[:copies], self.input(rows), self.batch(mode, rows)
@@ -103,17 +114,17 @@ class Stack:
         """Relative distance of what one layer adds from the definitions, on equal caches."""
         x, batch = self.input(rows), self.batch(mode, rows)
         added = []
-        for references in (True, False):
+        for forced in (",".join(f"{op}=reference" for op in OPS), None):
             caches = jax.tree.map(jnp.copy, self.caches[:1])
-            out, _ = self.compiled(mode, rows, 1, references)(self.parameters[:1], caches, x, batch)
+            out, _ = self.compiled(mode, rows, 1, forced)(self.parameters[:1], caches, x, batch)
             added.append((out - x).astype(jnp.float32))
         return float(jnp.linalg.norm(added[1] - added[0]) / jnp.linalg.norm(added[0]))
 
 
-def measure(stack: Stack, mode: str, rows: int, rates: tuple[float, float], repeats: int) -> dict:
+def measure(stack: Stack, mode: str, rows: int, forced: str | None, rates: tuple, repeats: int) -> dict:
     """Times one program, prints its lines and returns its row."""
     x, batch, copies = stack.input(rows), stack.batch(mode, rows), stack.copies
-    program = stack.compiled(mode, rows, copies)
+    program = stack.compiled(mode, rows, copies, forced)
 
     def launch() -> jax.Array:
         out, stack.caches = program(stack.parameters, stack.caches, x, batch)
@@ -132,8 +143,9 @@ def measure(stack: Stack, mode: str, rows: int, rates: tuple[float, float], repe
     found = kernel_times(lambda: jax.block_until_ready(launch()))
     own = sum(seconds for seconds, _ in found.values()) / copies
     count = sum(number for _, number in found.values()) / copies
+    name = f"{stack.kind:10s} {mode:7s} rows {rows:4d}" + (", XLA around" if forced else "")
     print(
-        f"{stack.kind:10s} {mode:7s} rows {rows:4d}: {took * 1e6:8.1f} us a layer "
+        f"{name}: {took * 1e6:8.1f} us a layer "
         f"({count:.1f} kernels, {own * 1e6:.1f} us in them), limit {limit * 1e6:7.1f} us "
         f"({moved / 1e6:.0f} MB), {took / limit:.2f} x",
         flush=True,
@@ -150,6 +162,7 @@ def measure(stack: Stack, mode: str, rows: int, rates: tuple[float, float], repe
         "kind": stack.kind,
         "mode": mode,
         "rows": rows,
+        "forced": forced,
         "seconds": took,
         "bytes": moved,
         "limit_seconds": limit,
@@ -166,6 +179,9 @@ def main() -> int:
     parser.add_argument("--chunks", default="2048", help="tokens of prefills; may be empty")
     parser.add_argument("--copies", type=int, default=12)
     parser.add_argument("--repeats", type=int, default=10)
+    parser.add_argument(
+        "--compare", action="store_true", help="also with XLA's fusions around the recurrences"
+    )
     parser.add_argument("--smoke", action="store_true", help="small shapes of gdn, for any machine")
     options = parser.parse_args()
     large = jax.default_backend() != "cpu"
@@ -184,7 +200,8 @@ def main() -> int:
             wrong = errors[f"{kind} {mode}"] = stack.error(mode, min(sizes[-1], 64))
             print(f"{kind} {mode}: relative error against the definitions {wrong:.1e}", flush=True)
             if wrong < 0.02:
-                out += [measure(stack, mode, n, rates, options.repeats) for n in sizes]
+                forms = [None, AROUND] if options.compare else [None]
+                out += [measure(stack, mode, n, f, rates, options.repeats) for n in sizes for f in forms]
     finish("layers", out, errors=errors, copy_bytes_per_second=rates[0], matmul_flops=rates[1])
     return 0 if all(error < 0.02 for error in errors.values()) else 1
 

@@ -24,7 +24,7 @@ from jax.experimental.mosaic.gpu import profiler
 from benchmarks.common import copy_bandwidth, environment, finish
 from benchmarks.qwen4_exp_common import decode_batch, prefill_batch
 from hybridjax.batch import TILE, Batch
-from hybridjax.ops import gated_delta_rows, gated_rms_norm
+from hybridjax.ops import gated_delta_rows
 from hybridjax.ops.dispatch import OPS
 
 SIZE, HEADS, KEY_HEADS, VALUE_HEADS, TAPS = 128, 32, 16, 48, 4
@@ -97,7 +97,7 @@ def lightning_output(rows: int) -> Case:
 
 
 def gated_delta_output(rows: int) -> Case:
-    """Norm per head and gate; the op gated_rms_norm on columns of the fused projection."""
+    """Norm per head and gate."""
     operands = (
         _draw(0, rows, VALUE_HEADS, SIZE, dtype=jnp.float32),
         _draw(1, rows, CHANNELS + VALUES + 2 * VALUE_HEADS),
@@ -108,12 +108,8 @@ def gated_delta_output(rows: int) -> Case:
         z = projected[:, CHANNELS : CHANNELS + VALUES].reshape(out.shape)
         return (_normed(out, weight) * _sigmoid(z),)
 
-    return Case(operands, {}, exact, rows * VALUES * (4 + 2 + 2))
-
-
-def _gated_delta_output(out, projected, weight, *, implementation):
-    z = projected[:, CHANNELS : CHANNELS + VALUES].reshape(out.shape)
-    return gated_rms_norm(out, z, weight, eps=EPS, activation="sigmoid", implementation=implementation)
+    options = {"first": CHANNELS, "eps": EPS, "activation": "sigmoid"}
+    return Case(operands, options, exact, rows * VALUES * (4 + 2 + 2))
 
 
 def _batch(rows: int) -> Batch:
@@ -162,7 +158,7 @@ def gated_delta_inputs(rows: int) -> Case:
 
 def _gated_delta_inputs(projected, weight, A_log, dt_bias, batch, pool):
     options = {"key_heads": KEY_HEADS, "key_size": SIZE, "value_size": SIZE}
-    rows, _, pool = gated_delta_rows(projected, weight, A_log, dt_bias, batch, pool, **options)
+    rows, pool = gated_delta_rows(projected, weight, A_log, dt_bias, batch, pool, **options)
     return *rows, pool
 
 
@@ -173,9 +169,6 @@ def implementations(name: str) -> dict[str, Callable]:
     """What computes an op, by name."""
     if name == "gated_delta_inputs":
         return {"reference": _gated_delta_inputs}
-    if name == "gated_delta_output":
-        names = gated_rms_norm.names
-        return {item: functools.partial(_gated_delta_output, implementation=item) for item in names}
     return {item: functools.partial(OPS[name], implementation=item) for item in OPS[name].names}
 
 

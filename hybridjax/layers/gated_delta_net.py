@@ -9,10 +9,10 @@ from hybridjax.configs.qwen4_exp import Qwen4ExpConfig
 from hybridjax.layers.linear import Initializer, Linear
 from hybridjax.ops import (
     gated_delta_net_decode,
+    gated_delta_output,
     gated_delta_prefill,
     gated_delta_rows,
     gated_delta_whole,
-    gated_rms_norm,
 )
 
 
@@ -69,7 +69,7 @@ class GatedDeltaNet(nnx.Module):
                 activation=config.gate_activation,
             )
             return self.out_proj(out), GatedDeltaCache(state, conv)
-        rows, z, conv = gated_delta_rows(
+        rows, conv = gated_delta_rows(
             projected,
             *parameters,
             batch,
@@ -79,8 +79,15 @@ class GatedDeltaNet(nnx.Module):
             value_size=config.linear_value_head_dim,
         )
         out, state = self._recur(rows, batch, cache, probe)
-        out = gated_rms_norm(
-            out, z, self.norm_weight[...], eps=config.rms_norm_eps, activation=config.gate_activation
+        out = gated_delta_output(
+            out,
+            projected,
+            self.norm_weight[...],
+            first=self.conv_weight[...].shape[0],
+            eps=config.rms_norm_eps,
+            activation=config.gate_activation,
+            # The kernel has no gradient.
+            implementation="reference" if batch.mode is Mode.WHOLE else None,
         )
         y = self.out_proj(out.reshape(x.shape[0], -1))
         return y, None if state is None or conv is None else GatedDeltaCache(state, conv)

@@ -70,11 +70,23 @@ class LightningAttention(nnx.Module):
                 gate=config.use_output_gate,
             )
             return self.o_proj(out), RecurrentCache(pool)
+        # The kernels have no gradients.
+        implementation = "reference" if batch.mode is Mode.WHOLE else None
         q, k, v = lightning_rows(
-            projected, q_norm, k_norm, batch.positions, heads=heads, size=size, eps=eps, theta=theta
+            projected,
+            q_norm,
+            k_norm,
+            batch.positions,
+            heads=heads,
+            size=size,
+            eps=eps,
+            theta=theta,
+            implementation=implementation,
         )
         out, cache = self._recur(q, k, v, batch, cache, probe)
-        out = lightning_output(out, projected, o_norm, eps=eps, gate=config.use_output_gate)
+        out = lightning_output(
+            out, projected, o_norm, eps=eps, gate=config.use_output_gate, implementation=implementation
+        )
         return self.o_proj(out), cache
 
     def _recur(self, q, k, v, batch: Batch, cache: RecurrentCache | None, probe: Probe | None):

@@ -16,6 +16,7 @@ from hybridjax.ops.index_selection import SharedBlocks, select_index_blocks
 from hybridjax.ops.infllm import select_blocks, update_compressed
 from hybridjax.ops.mixers import (
     gated_delta_net_decode,
+    gated_delta_output,
     gated_delta_rows,
     lightning_decode,
     lightning_output,
@@ -49,6 +50,7 @@ __all__ = [
     "gated",
     "gated_delta_decode",
     "gated_delta_net_decode",
+    "gated_delta_output",
     "gated_delta_prefill",
     "gated_delta_rows",
     "gated_delta_verify",

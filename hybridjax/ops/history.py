@@ -53,7 +53,8 @@ def _decode(x, batch, pool, offsets, fill):
     slot = jnp.where(batch.positions < 0, 0, batch.slot)
     # Column j is the token size - j before this one.
     known = jnp.arange(size)[None, :] >= size - jnp.maximum(batch.positions, 0)[:, None]
-    past = _where(known, pool[slot], jnp.asarray(fill, pool.dtype))
+    # Read once, before the pool is written: else XLA may read it later again, and write a copy of it.
+    past = jax.lax.optimization_barrier(_where(known, pool[slot], jnp.asarray(fill, pool.dtype)))
     found = [past[:, size - o].astype(x.dtype) for o in offsets]
     last = jnp.concatenate([past[:, 1:], x[:, None].astype(pool.dtype)], axis=1)
     return found, pool.at[slot].set(last)
@@ -86,11 +87,12 @@ def _prefill(x, batch, pool, offsets, fill):
     columns = jnp.arange(size, dtype=jnp.int32)[None, :] - size + 1
 
     last = jnp.full((slots,), -1, jnp.int32).at[sequence].max(positions)
-    present = last >= 0
     kept = at(last[:, None] + columns, jnp.arange(slots, dtype=jnp.int32)[:, None])
-    out = pool.at[jnp.where(present, batch.slot, 0)].set(kept.astype(pool.dtype))
+    target = jnp.where(last >= 0, batch.slot, 0)
     if batch.snapshot_slot is not None:
         ends = positions.reshape(-1, TILE)[:, -1]
-        kept = at(ends[:, None] + columns, batch.tile_sequence[:, None])
-        out = out.at[jnp.where(ends >= 0, batch.snapshot_slot, 0)].set(kept.astype(pool.dtype))
-    return found, out
+        snapshots = at(ends[:, None] + columns, batch.tile_sequence[:, None])
+        kept = jnp.concatenate([kept, snapshots])
+        target = jnp.concatenate([target, jnp.where(ends >= 0, batch.snapshot_slot, 0)])
+    # Complete before the pool is written, which XLA would else copy.
+    return found, pool.at[target].set(jax.lax.optimization_barrier(kept.astype(pool.dtype)))

@@ -7,9 +7,9 @@ would be copied first, and what a mixer does with one token is one op.
 import jax
 import jax.numpy as jnp
 
-from hybridjax.batch import Batch, Mode
+from hybridjax.batch import TILE, Batch, Mode
 from hybridjax.ops.causal_conv import causal_conv
-from hybridjax.ops.dispatch import Op
+from hybridjax.ops.dispatch import Op, architecture
 from hybridjax.ops.gated_delta import gated_delta_decode
 from hybridjax.ops.norms import gated, gated_rms_norm, rms_norm
 from hybridjax.ops.rotary import rotary
@@ -113,7 +113,7 @@ def gated_delta_rows(
     key_heads: int,
     key_size: int,
     value_size: int,
-) -> tuple[tuple[jax.Array, ...], jax.Array, jax.Array | None]:
+) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """The operands of the gated delta rule, by a short convolution and SiLU, and its gates (qwen4_exp 4).
 
     Args:
@@ -124,19 +124,52 @@ def gated_delta_rows(
       key_heads, key_size, value_size: Hk, Dk and Dv.
 
     Returns:
-      (q, k [N, Hk, Dk], v [N, Hv, Dv], g, beta float32[N, Hv]), z [N, Hv, Dv] and the pool.
+      (q, k [N, Hk, Dk], v [N, Hv, Dv], g, beta float32[N, Hv]) and the pool.
     """
     rows, heads = projected.shape[0], A_log.shape[0]
     keys, channels = key_heads * key_size, conv_weight.shape[0]
-    ends = [channels, channels + heads * value_size, channels + heads * (value_size + 1)]
-    qkv, z, b, a = jnp.split(projected, ends, axis=-1)
-    mixed, pool = causal_conv(qkv, conv_weight, batch, pool)
+    mixed, pool = causal_conv(projected[:, :channels], conv_weight, batch, pool)
     mixed = jax.nn.silu(mixed).astype(projected.dtype)
     q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)
     q, k = (x.reshape(rows, key_heads, key_size) for x in (q, k))
-    v, z = (x.reshape(rows, heads, value_size) for x in (v, z))
-    g = -jnp.exp(A_log) * jax.nn.softplus(a.astype(jnp.float32) + dt_bias)
-    return (q, k, v, g, jax.nn.sigmoid(b.astype(jnp.float32))), z, pool
+    v = v.reshape(rows, heads, value_size)
+    g, beta = _gates(projected, A_log, dt_bias, together=batch.mode is Mode.DECODE)
+    return (q, k, v, g, beta), pool
+
+
+def _gates(projected, A_log, dt_bias, *, together: bool) -> tuple[jax.Array, jax.Array]:
+    """g and beta float32[N, Hv]; ``together``: as halves of an array, of which XLA makes one kernel, not two.
+
+    That counts in a decode step. Kernels of prompts want each by itself, transposed.
+    """
+    rows, heads = projected.shape[0], A_log.shape[0]
+    columns = projected[:, -2 * heads :].astype(jnp.float32)
+    if not together:
+        beta, step = jnp.split(columns, 2, axis=1)
+        return -jnp.exp(A_log) * jax.nn.softplus(step + dt_bias), jax.nn.sigmoid(beta)
+    both = jnp.swapaxes(columns.reshape(rows, 2, heads), 0, 1)
+    first = jax.lax.broadcasted_iota(jnp.int32, (2, 1, 1), 0) == 0
+    decays = -jnp.exp(A_log) * jax.nn.softplus(both + dt_bias)
+    beta, g = jnp.where(first, jax.nn.sigmoid(both), decays)
+    return g, beta
+
+
+def _gated_delta_output(
+    out: jax.Array, projected: jax.Array, norm: jax.Array, *, first: int, eps: float, activation: str
+) -> jax.Array:
+    """gated_rms_norm per head, gated by columns of the fused projection (qwen4_exp 4, step 8).
+
+    Args:
+      out: float32[N, H, D].
+      projected: [N, >= first + H * D] with the gates from column ``first`` on.
+      norm: [D]; eps, activation: see gated_rms_norm.
+
+    Returns:
+      [N, H, D] in the dtype of ``projected``.
+    """
+    _, heads, size = out.shape
+    gates = projected[:, first : first + heads * size].reshape(out.shape)
+    return gated_rms_norm(out, gates, norm, eps=eps, activation=activation)
 
 
 def _gated_delta_net_decode(
@@ -176,7 +209,7 @@ def _gated_delta_net_decode(
         logit_rows=empty,
         mode=Mode.DECODE,
     )
-    rows, z, kept = gated_delta_rows(
+    rows, kept = gated_delta_rows(
         projected,
         conv_weight,
         A_log,
@@ -189,11 +222,86 @@ def _gated_delta_net_decode(
     )
     assert kept is not None
     out, state = gated_delta_decode(*rows, state, slot, positions)
-    out = gated_rms_norm(out, z, norm, eps=eps, activation=activation)
+    channels = conv_weight.shape[0]
+    out = gated_delta_output(out, projected, norm, first=channels, eps=eps, activation=activation)
     return out.reshape(projected.shape[0], -1), state, kept
 
 
+def _lightning_decode_together(
+    projected, q_norm, k_norm, o_norm, slopes, pool, slot, positions, *, scale, eps, theta, gate
+):
+    """Queries and keys in one array, of which XLA makes one kernel each where it makes two of two arrays."""
+    if q_norm is None or k_norm is None or theta is None:
+        arguments = projected, q_norm, k_norm, o_norm, slopes, pool, slot, positions
+        return _lightning_decode(*arguments, scale=scale, eps=eps, theta=theta, gate=gate)
+    rows, (heads, size) = projected.shape[0], pool.shape[1:3]
+    width = heads * size
+    # Queries before all keys: each of the two is then read in place, not copied out first.
+    both = jnp.swapaxes(projected[:, : 2 * width].reshape(rows, 2, heads, size), 0, 1)
+    queries = jax.lax.broadcasted_iota(jnp.int32, (2, 1, 1, size), 0) == 0
+    both = rms_norm(both, jnp.where(queries, q_norm, k_norm), eps=eps).reshape(2 * rows, heads, size)
+    both = rotary(both, jnp.tile(positions, 2), theta=theta)
+    v = projected[:, 2 * width : 3 * width].reshape(rows, heads, size)
+    out, pool = simple_gla_decode(both[:rows], both[rows:], v, slopes, pool, slot, positions, scale=scale)
+    return lightning_output(out, projected, o_norm, eps=eps, gate=gate), pool
+
+
+def _heads_of_128(pool: jax.Array) -> bool:
+    """What the GPU kernels hold: float32 states of 128 x 128. They were verified on Hopper only."""
+    return architecture() == "sm_90" and pool.shape[-2:] == (128, 128) and pool.dtype == jnp.float32
+
+
+def _prompt(projected: jax.Array) -> bool:
+    rows, columns = projected.shape
+    narrow = projected.dtype in (jnp.bfloat16, jnp.float16)
+    return architecture() == "sm_90" and narrow and rows > 0 and rows % TILE == 0 and columns % 16 == 0
+
+
+def _rows_kernel_fits(projected, q_norm, k_norm, positions, *, heads, size, eps, theta) -> bool:
+    all_parts = q_norm is not None and k_norm is not None and theta is not None
+    return _prompt(projected) and all_parts and size == 128 and projected.shape[1] % 128 == 0 == heads % 4
+
+
+def _output_kernel_fits(out, projected, o_norm, *, eps, gate) -> bool:
+    heads, size = out.shape[1:]
+    fits = size == 128 and projected.shape[1] % 128 == 0 and heads <= 64
+    return _prompt(projected) and fits and o_norm is not None and gate and out.dtype == jnp.float32
+
+
+def _delta_output_kernel_fits(out, projected, norm, *, first, eps, activation) -> bool:
+    return _prompt(projected) and out.shape[2] == 128 and first % 16 == 0 and out.dtype == jnp.float32
+
+
+def _lightning_kernel_fits(
+    projected, q_norm, k_norm, o_norm, slopes, pool, *rest, theta, gate, **options
+) -> bool:
+    all_parts = gate and theta is not None and all(x is not None for x in (q_norm, k_norm, o_norm))
+    return _heads_of_128(pool) and all_parts and projected.dtype in (jnp.bfloat16, jnp.float16)
+
+
+def _gated_delta_net_kernel_fits(
+    projected, conv_weight, A_log, dt_bias, norm, state, conv, *rest, **options
+) -> bool:
+    narrow = projected.dtype == conv.dtype and projected.dtype in (jnp.bfloat16, jnp.float16)
+    return _heads_of_128(state) and narrow and conv_weight.shape[-1] == 4 and conv_weight.shape[0] % 128 == 0
+
+
+_KERNELS = "hybridjax.pallas_kernels.pointwise."
 lightning_rows = Op("lightning_rows", _lightning_rows)
 lightning_output = Op("lightning_output", _lightning_output)
 lightning_decode = Op("lightning_decode", _lightning_decode)
+gated_delta_output = Op("gated_delta_output", _gated_delta_output)
 gated_delta_net_decode = Op("gated_delta_net_decode", _gated_delta_net_decode)
+
+# The kernels have not been timed beside XLA's fusions on a GPU: they are chosen by name only.
+lightning_decode.register("xla", _lightning_decode_together, platforms=("gpu",))
+for _op in (lightning_rows, lightning_output, gated_delta_output, gated_delta_net_decode):
+    _op.register("xla", _op.reference, platforms=("gpu",))
+for _op, _target, _supports in (
+    (lightning_rows, "prompt:lightning_rows", _rows_kernel_fits),
+    (lightning_output, "prompt:lightning_output", _output_kernel_fits),
+    (lightning_decode, "lightning:decode", _lightning_kernel_fits),
+    (gated_delta_output, "prompt:gated_delta_output", _delta_output_kernel_fits),
+    (gated_delta_net_decode, "gated_delta_net:decode", _gated_delta_net_kernel_fits),
+):
+    _op.register("mosaic_gpu", _KERNELS + _target, platforms=("gpu",), supports=_supports)

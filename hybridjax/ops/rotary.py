@@ -30,8 +30,18 @@ def _rotary(
       [N, H, D] in the dtype of x.
     """
     width = x.shape[-1] if width is None else width
-    half = width // 2
-    frequency = theta ** (-jnp.arange(half, dtype=jnp.float32) / half)
+    cos, sin = (t[:, None, :] for t in rotary_angles(positions, width // 2, theta, sections))
+    turning, rest = x[..., :width], x[..., width:]
+    first, second = jnp.split(turning.astype(jnp.float32), 2, axis=-1)
+    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+
+
+def rotary_angles(
+    positions: jax.Array, pairs: int, theta: float, sections: tuple[int, ...] | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Cosines and sines, float32[N, pairs], of what each pair is rotated by; see the op ``rotary``."""
+    frequency = theta ** (-jnp.arange(pairs, dtype=jnp.float32) / pairs)
     per_pair = positions.astype(jnp.float32)
     if positions.ndim == 1:
         per_pair = per_pair[:, None]
@@ -39,11 +49,7 @@ def _rotary(
         assert sections is not None
         per_pair = per_pair[:, mrope_axes(sections)]
     angle = per_pair * frequency[None, :]
-    cos, sin = jnp.cos(angle)[:, None, :], jnp.sin(angle)[:, None, :]
-    turning, rest = x[..., :width], x[..., width:]
-    first, second = jnp.split(turning.astype(jnp.float32), 2, axis=-1)
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return jnp.concatenate([turned.astype(x.dtype), rest], axis=-1)
+    return jnp.cos(angle), jnp.sin(angle)
 
 
 def mrope_axes(sections: tuple[int, ...]) -> np.ndarray:

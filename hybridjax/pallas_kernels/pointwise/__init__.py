@@ -1,0 +1,1 @@
+"""Kernels of what the linear mixers do around their recurrences."""

@@ -1,0 +1,80 @@
+"""Around the recurrences: forms for XLA against the definitions, and which kernels may be asked for."""
+
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from hybridjax.ops import mixers
+from hybridjax.ops.dispatch import assume
+
+SIZE, EPS, THETA = 128, 1e-6, 1e4
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jnp.asarray(np.random.default_rng(seed).standard_normal(shape), dtype)
+
+
+@pytest.mark.parametrize("parts", ["all", "no norms", "no rotation"])
+def test_queries_and_keys_in_one_array_give_what_the_definition_gives(parts):
+    heads, size, rows = 3, 16, 4
+    norms = (None, None) if parts == "no norms" else (normal(1, size), normal(2, size))
+    operands = (
+        normal(0, rows, 4 * heads * size),
+        *norms,
+        normal(3, heads * size),
+        jnp.asarray([0.5, 0.1, 0.01]),
+        normal(4, 6, heads, size, size),
+        jnp.asarray([2, 0, 5, 1], jnp.int32),
+        jnp.asarray([3, -1, 0, 900], jnp.int32),
+    )
+    options = {"scale": 0.3, "eps": EPS, "theta": None if parts == "no rotation" else THETA, "gate": True}
+    want, pool = mixers.lightning_decode.reference(*operands, **options)
+    got, after = mixers._lightning_decode_together(*operands, **options)
+    live = np.array([0, 2, 3])
+    np.testing.assert_allclose(got[live], want[live], rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(after[1:], pool[1:], rtol=1e-5, atol=1e-5)
+
+
+def test_gates_are_the_same_as_halves_of_one_array():
+    projected, rate, bias = normal(0, 5, 30), normal(1, 6), normal(2, 6)
+    for want, got in zip(*(mixers._gates(projected, rate, bias, together=x) for x in (False, True))):
+        np.testing.assert_allclose(got, want, rtol=1e-6)
+    step = np.asarray(projected[:, -6:], np.float64) + np.asarray(bias)
+    g, _ = mixers._gates(projected, rate, bias, together=True)
+    np.testing.assert_allclose(g, -np.exp(rate) * np.logaddexp(0, step), rtol=1e-5)
+
+
+def rows_kernel(rows, dtype=jnp.bfloat16, size=SIZE, theta=THETA, architecture="sm_90", name=None):
+    weight = jnp.zeros((size,), dtype)
+    with assume(architecture):
+        return mixers.lightning_rows.select(
+            jnp.zeros((rows, 16 * size), dtype),
+            weight,
+            weight,
+            jnp.zeros((rows,), jnp.int32),
+            heads=4,
+            size=size,
+            eps=EPS,
+            theta=theta,
+            implementation=name,
+        )
+
+
+def test_kernels_that_were_not_timed_are_chosen_by_name_only():
+    assert rows_kernel(128) == "xla" and rows_kernel(128, architecture="cpu") == "reference"
+    assert rows_kernel(128, name="mosaic_gpu") == "mosaic_gpu"
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        {"rows": 96},
+        {"dtype": jnp.float32},
+        {"size": 64},
+        {"theta": None},
+        {"architecture": "sm_80"},
+    ],
+)
+def test_what_a_kernel_does_not_hold_is_refused_by_name(unfit):
+    with pytest.raises(NotImplementedError, match=r"lightning_rows.*mosaic_gpu.*\["):
+        rows_kernel(**{"rows": 128, "name": "mosaic_gpu", **unfit})
