@@ -18,8 +18,8 @@ SCALE = SIZE**-0.5
 class Case:
     """Operands of one call; ``pool``: the index of the pool among them; ``moved``: the bytes it must move.
 
-    ``gives``: what comes out, outputs and then the pool, or only one of them. ``parts``: whether a call is more
-    than one kernel, of which XLA would compute once what calls have in common.
+    ``gives``: what comes out, outputs and then the pool, or only one of them. ``parts``: whether a call is
+    more than one kernel, of which XLA would compute once what calls have in common.
     """
 
     operands: tuple[jax.Array, ...]
