@@ -1,13 +1,19 @@
 """Verification of draft trees on Hopper GPUs: both recurrences, the live states read once and never written.
 
-A program owns one tree and head, and all or half of the state's columns. Nodes attend to their ancestors
-within a tile of 64, masked by a bit per pair. The state and what a float32 product takes from another go into
-the tensor cores as two 16-bit halves, so that verifying a token gives what decoding it gives to 1e-5, not
-to the rounding of bfloat16.
+A program owns one tree and head, and all or half of the state's columns. What the nodes give each other
+needs no state S, so it is worked out while the copy engine brings S. With A and P the products of keys with
+keys and of queries with keys, decayed, scaled and masked to ancestors, corrections u and outputs o are
+
+    u = start - A u,   o = late + P u,   start = rate V - gain K S,   late = reach Q S.
+
+They are linear in S: u = X - Y S, o = W + Z S. X, W and Y, Z solve the same recurrence on the channels of the
+values and of the keys, node after node in float32 with a thread per channel. One product with the transposed
+state, a left operand from registers, ends the work. State, Y and Z enter the tensor cores as two 16-bit
+halves each, so that verifying a token gives what decoding it gives to 1e-4, not to the rounding of bfloat16.
+SimpleGLA has u = V, and Q as it is for Z.
 """
 
 import functools
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -17,200 +23,376 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hybridjax.batch import TILE
 from hybridjax.ops.tree import first_position
-from hybridjax.pallas_kernels.gated_delta.hopper import by_column, by_row, invert, multiply, spread
+from hybridjax.pallas_kernels.gated_delta.hopper import by_row, multiply, spread
 from hybridjax.pallas_kernels.state_update import SIZE, multiprocessors, swizzled
 
 _NORM_EPS = 1e-6
 _LEAST = -100.0  # see gated_delta.hopper
-_WGMMA = plgpu.Layout.WGMMA
+_WORD = 32  # nodes whose bits are one word of a mask
+_BLOCK = 16  # nodes whose steps are unrolled
+_WGMMA, _TRANSPOSED = plgpu.Layout.WGMMA, plgpu.Layout.WGMMA_TRANSPOSED
+# Of [128, nodes]: a channel per thread. Pallas finds layouts sooner if it knows no conversion of this one.
+_CHANNELS = plgpu.Layout.TILED(plgpu.Tiling(((128, 1), (32, 1), (8, 1))), (-6,), (-4, -2), -1)
+_CHANNEL = _CHANNELS.reduce(1)
+# Of [nodes] that are not side by side in memory.
+_APART = plgpu.Layout.TILED(plgpu.Tiling(((8,), (1,))), (plgpu.Replicated(4),), (-2, plgpu.Replicated(4)), -1)
 _ACC = plgpu.ACC  # pyright: ignore[reportPrivateImportUsage]
-_SQUARE = (TILE, TILE)
-_WORDS, _LIVE = 2, 2  # rows of the node masks: words of ancestors, then whether a node is live
+# Rows of the vectors in shared memory; an element per node, in the last two per row of keys over queries.
+_GATE, _RATE, _SUM, _READ, _VALUE, _VECTORS = range(6)
 
 
-def node_masks(ancestors: jax.Array, positions: jax.Array) -> jax.Array:
-    """int32[B, 3, 64]: per node the bits of its ancestors and itself in two words, and whether it is live."""
+def node_masks(ancestors: jax.Array, positions: jax.Array, count: int, rows: int) -> jax.Array:
+    """Bits of nodes, in words of 32: int32[B, count / 32 rounded up, rows + 1].
+
+    Rows n and ``count`` + n hold the ancestors of node n and itself, the last row which nodes are live.
+    """
     live = positions >= 0
     own = ancestors & live[:, :, None] & live[:, None, :]
-    extra = TILE - own.shape[1]
-    own = jnp.pad(own, [(0, 0), (0, extra), (0, extra)])
-    bits = jnp.left_shift(jnp.uint32(1), jnp.arange(TILE, dtype=jnp.uint32) % 32)
-    words = (
-        jnp.where(own, bits, jnp.uint32(0)).reshape(*own.shape[:2], _WORDS, 32).sum(axis=-1, dtype=jnp.uint32)
-    )
-    words = jax.lax.bitcast_convert_type(jnp.swapaxes(words, 1, 2), jnp.int32)
-    alive = jnp.pad(live, [(0, 0), (0, extra)]).astype(jnp.int32)
-    return jnp.concatenate([words, alive[:, None]], axis=1)
+    nodes, words = own.shape[1], -(-count // _WORD)
+    sides = (0, 0), (0, words * _WORD - nodes)
+    own = jnp.pad(own, [sides[0], (0, count - nodes), sides[1]])
+    own = jnp.pad(jnp.concatenate([own, own], axis=1), [(0, 0), (0, rows - 2 * count), (0, 0)])
+    every = jnp.concatenate([own, jnp.pad(live, sides)[:, None]], axis=1)
+    every = every.reshape(*every.shape[:2], words, _WORD)
+    bits = jnp.left_shift(jnp.uint32(1), jnp.arange(_WORD, dtype=jnp.uint32))
+    found = jnp.where(every, bits, jnp.uint32(0)).sum(axis=-1, dtype=jnp.uint32)
+    return jax.lax.bitcast_convert_type(jnp.swapaxes(found, 1, 2), jnp.int32)
 
 
 def _halves(x: jax.Array, dtype) -> tuple[jax.Array, jax.Array]:
-    high = x.astype(dtype)
-    return high, (x - high.astype(jnp.float32)).astype(dtype)
+    """Two of ``dtype`` whose sum is x to 16 bits or more. Cutting off is cheaper than rounding."""
+    if dtype == jnp.bfloat16:
+        bits = jax.lax.bitcast_convert_type(x, jnp.int32) & -65536
+        high = jax.lax.bitcast_convert_type(bits, jnp.float32)
+    else:
+        high = x.astype(dtype).astype(jnp.float32)
+    return high.astype(dtype), (x - high).astype(dtype)
 
 
-def _products(pairs: list[tuple[Any, Any]], staged) -> jax.Array:
-    """The sum of left @ right over pairs, float32[64, 64]; a left side in registers or in memory."""
-
-    def run(acc):
-        for left, right in pairs:
-            if isinstance(left, jax.Array):
-                multiply(acc, left, right, staged)
-            else:
-                plgpu.wgmma(acc, left, right)
-        return acc[...]
-
-    return pl.run_scoped(run, _ACC(_SQUARE))
+def _iota(shape: tuple[int, ...], axis: int, layout: Any = _WGMMA) -> jax.Array:
+    return plgpu.broadcasted_iota(jnp.int32, shape, axis, layout=layout)
 
 
-def _put_halves(x: jax.Array, smem) -> tuple[Any, Any]:
-    high, low = smem.at[0], smem.at[1]
-    high[...], low[...] = _halves(x, smem.dtype)
-    return high, low
+def _whole(x: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+    return jax.lax.broadcast_in_dim(x, shape, ())
 
 
-def _exact_product(left: tuple[Any, Any], right: jax.Array, smem) -> jax.Array:
-    """left @ right, both in halves; what the low halves give together is left out."""
-    high, low = _put_halves(right, smem)
-    plgpu.commit_smem()
-    return _products([(left[0], high), (left[0], low), (left[1], high)], None)
+def _bit(words: list[jax.Array], column: jax.Array) -> jax.Array:
+    """Whether the bit with a column's number is set in words of the same shape."""
+    word = words[0] if len(words) == 1 else jnp.where(column < _WORD, *words)
+    return (jax.lax.shift_right_logical(word, column & (_WORD - 1)) & 1) == 1
+
+
+def _by_column(ref, rows: int, layout: Any = _WGMMA) -> jax.Array:
+    """A float32 reference, an element per column, spread over the rows."""
+    x = plgpu.load(ref, layout=layout.reduce(0), optimized=False)
+    return jax.lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
+
+
+def _columns(x: jax.Array, start: int, end: int) -> jax.Array:
+    return jax.lax.slice(x, (0, start), (x.shape[0], end))
+
+
+def _channels(ref) -> jax.Array:
+    """Rows of nodes in shared memory, float32 and a node per column."""
+    return plgpu.load(ref.T, layout=_CHANNELS, optimized=False).astype(jnp.float32)
+
+
+class _Links:
+    """What nodes give each other: float32[N, >= 2 N] in shared memory, -A^T beside P^T."""
+
+    def __init__(self, ref, count: int, solves: bool):
+        self.ref, self.count, self.solves = ref, count, solves
+
+    def given(self, u: jax.Array, node, to, size: int) -> jax.Array:
+        """What a node with the corrections u [128] gives to columns from ``to`` on."""
+        u = jax.lax.broadcast_in_dim(u, (SIZE, size), (0,))
+        return u * _by_column(self.ref.at[node, pl.ds(to, size)], SIZE, _CHANNELS)
+
+    def walk(self, start: jax.Array, late: jax.Array | None, at=0) -> jax.Array:
+        """u beside o, [128, 2 n], of n nodes from ``at`` on that earlier ones have given to; late None: 0."""
+        nodes = start.shape[1]
+        known, out, pair = [], [], _iota((SIZE, 2), 1, _CHANNELS)
+        for m in range(nodes):
+            left = nodes - m
+            # The compiler sees which of two it is. A sum of one element Pallas would take for a reshape.
+            two = _columns(start, 0, 2) if left > 1 else jnp.concatenate([start, start], axis=1)
+            u = jnp.sum(jnp.where(pair == 0, two, -0.0), axis=1)
+            more = self.given(u, at + m, self.count + at + m, left)
+            late = more if late is None else late + more
+            known.append(_columns(start, 0, 1))
+            out.append(_columns(late, 0, 1))
+            if left > 1:
+                start, late = (_columns(x, 1, left) for x in (start, late))
+                if self.solves:
+                    start = start + self.given(u, at + m, at + m + 1, left - 1)
+        return jnp.concatenate([*known, *out], axis=1)
+
+    def walk_blocks(self, both) -> None:
+        """The same in place, for ``both`` float32[2 N, 128] in shared memory: start over late."""
+
+        def block(i, _):
+            at = i * _BLOCK
+            refs = [both.at[pl.ds(first + at, _BLOCK)] for first in (0, self.count)]
+
+            def earlier(m, sums):
+                u = plgpu.load(both.at[m], layout=_CHANNEL, optimized=False)
+                start, late = sums
+                if self.solves:
+                    start = start + self.given(u, m, at, _BLOCK)
+                return start, late + self.given(u, m, self.count + at, _BLOCK)
+
+            start, late = jax.lax.fori_loop(0, at, earlier, tuple(_channels(ref) for ref in refs))
+            found = self.walk(start, late, at)
+            for j, ref in enumerate(refs):
+                ref.T[...] = _columns(found, j * _BLOCK, (j + 1) * _BLOCK)
+            return ()
+
+        jax.lax.fori_loop(0, self.count // _BLOCK, block, ())
 
 
 class _Program:
-    """What both kernels do with the refs of a program; see ``_run``."""
+    """One tree, one head and ``parts`` halves of the state's columns; ``refs``: by name, see ``_run``."""
 
-    def __init__(self, refs: dict[str, Any], nodes: int, parts: int):
-        self.refs, self.nodes, self.parts = refs, nodes, parts
+    def __init__(self, refs: dict[str, Any], count: int, parts: int, solves: bool, scale: float):
+        self.refs, self.count, self.parts, self.solves, self.scale = refs, count, parts, solves, scale
         self.tree, self.head = jax.lax.axis_index("tree"), jax.lax.axis_index("head")
-        self.row, self.column = (
-            plgpu.broadcasted_iota(jnp.int32, _SQUARE, axis, layout=_WGMMA) for axis in range(2)
+        rows = refs["both"]
+        self.keys, self.queries = (rows.at[pl.ds(i * count, count)] for i in range(2))
+        self.rows = refs["links"].shape[1]
+        self.width = 2 * count if solves else count
+        self.readers = (
+            [rows.at[pl.ds(i * self.width, self.width)] for i in range(2)] if solves else [self.queries]
         )
-        masks = refs["masks"]
-        words = [spread(self._row(masks, i), TILE) for i in range(_WORDS)]
-        word = jnp.where(self.column < 32, words[0], words[1])
-        self.own = (jax.lax.shift_right_logical(word, self.column & 31) & 1) == 1
-        self.live = spread(self._row(masks, _LIVE), TILE) > 0
-
-    def _row(self, masks, i: int) -> jax.Array:
-        return by_row(masks.at[self.tree, i])
+        self.links = _Links(refs["links"], count, solves)
 
     def columns(self, part: int):
         return pl.ds((jax.lax.axis_index("group") * self.parts + part) * TILE, TILE)
 
-    def fetch(self, inputs: tuple, key_head) -> None:
-        q_ref, k_ref, v_ref = inputs
-        some, loaded = pl.ds(0, self.nodes), self.refs["loaded"]
-        plgpu.copy_gmem_to_smem(q_ref.at[self.tree, :, key_head], self.refs["q"].at[some], loaded)
-        plgpu.copy_gmem_to_smem(k_ref.at[self.tree, :, key_head], self.refs["k"].at[some], loaded)
+    def live_columns(self, shape: tuple[int, ...], layout) -> jax.Array:
+        """Whether the node of a column is live."""
+        masks = self.refs["masks"]
+        words = [_whole(masks[self.tree, i, self.rows], shape) for i in range(masks.shape[1])]
+        return _bit(words, _iota(shape, 1, layout))
+
+    def fetch_nodes(self) -> None:
+        refs, tree = self.refs, self.tree
+        key_head = jax.lax.div(self.head, jnp.int32(refs["v_in"].shape[2] // refs["k_in"].shape[2]))
+        plgpu.copy_gmem_to_smem(refs["k_in"].at[tree, :, key_head], self.keys, refs["loaded"])
+        plgpu.copy_gmem_to_smem(refs["q_in"].at[tree, :, key_head], self.queries, refs["loaded"])
+        plgpu.copy_gmem_to_smem(refs["v_in"].at[tree, :, self.head], refs["values"], refs["loaded"])
+
+    def fetch_state(self) -> None:
+        slot = self.refs["slot"][self.tree]
         for part in range(self.parts):
-            values = v_ref.at[self.tree, :, self.head, self.columns(part)]
-            plgpu.copy_gmem_to_smem(values, self.refs["v"].at[part, some], loaded)
+            source = self.refs["pool"].at[slot, self.head, :, self.columns(part)]
+            plgpu.copy_gmem_to_smem(source, self.refs["state"].at[part], self.refs["arrived"].at[part])
 
-    def read_state(self, part: int, lefts: list) -> list[jax.Array]:
-        """left @ state for each of ``lefts`` in shared memory; a fresh sequence has a state of zeros."""
-        slot, first, smem = self.refs["slot"], self.refs["first"], self.refs["state"]
-        source = self.refs["pool"].at[slot[self.tree], self.head, :, self.columns(part)]
-        state = plgpu.load(source, layout=_WGMMA, optimized=False)
-        state = jnp.where(jax.lax.broadcast_in_dim(first[self.tree], state.shape, ()) > 0, state, 0.0)
-        high, low = _put_halves(state, smem)
-        plgpu.commit_smem()
-        return [_products([(left, high), (left, low)], None) for left in lefts]
+    def link_nodes(self) -> None:
+        """Fetches everything; fills ``links``, and ``vectors`` with the factors of rows."""
+        refs, count, vectors = self.refs, self.count, self.refs["vectors"]
+        some, shape = pl.ds(0, count), (TILE, count)
+        tiles = [pl.ds(i * TILE, TILE) for i in range(self.rows // TILE)]
+        self.fetch_nodes()
+        # All reads of global memory are under way before the first is waited for.
+        words = range(refs["masks"].shape[1])
+        masks = [[by_row(refs["masks"].at[self.tree, i, tile]) for i in words] for tile in tiles]
+        gates = refs["gates"]
+        if self.solves:
+            for i, ref in zip((_GATE, _RATE), gates):
+                vectors[i, some] = plgpu.load(ref.at[self.tree, :, self.head], layout=_APART, optimized=False)
+        else:
+            g = _whole(-gates[0][self.head], shape)
+        self.fetch_state()
 
-    def leave(self, x: jax.Array, ref, part: int) -> None:
-        """Writes the rows of the nodes, zero for padding."""
-        smem = self.refs["out"]
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        smem[...] = jnp.where(self.live, x, 0.0)
+        column = _iota(shape, 1)
+        own = [_bit([spread(word, count) for word in mask], column) for mask in masks]
+        if self.solves:
+            plgpu.commit_smem()
+            g = jnp.maximum(_by_column(vectors.at[_GATE, some], TILE), _LEAST)
+        sums = [jnp.sum(jnp.where(x, g, 0.0), axis=1) for x in own]
+        vectors[_SUM, tiles[0]] = sums[0]
         plgpu.commit_smem()
-        target = ref.at[self.tree, :, self.head, self.columns(part)]
-        plgpu.copy_smem_to_gmem(smem.at[pl.ds(0, self.nodes)], target)
+        before = _by_column(vectors.at[_SUM, some], TILE)
+        decays = [jnp.exp(jnp.minimum(spread(x, count) - before, 0.0)) for x in sums]
+        plgpu.barrier_wait(refs["loaded"])
 
-    def column_of(self, row: int, x: jax.Array) -> jax.Array:
-        """A value per row as one per column, by way of shared memory."""
-        self.refs["vectors"][row] = x
+        for i, tile in enumerate(tiles):
+
+            def multiply_rows(acc, tile=tile):
+                plgpu.wgmma(acc, refs["both"].at[tile], refs["both"].at[pl.ds(0, self.width)].T)
+                return acc[...]
+
+            products = pl.run_scoped(multiply_rows, _ACC((TILE, self.width)))
+            live = functools.reduce(jnp.bitwise_or, masks[i]) != 0
+            factor, taken = self.scale, own[i]
+            if self.solves:
+                row = i * TILE + _iota(products.shape, 0)
+                squares = jnp.where(row == _iota(products.shape, 1), products, 0.0)
+                norm = jax.lax.rsqrt(jnp.sum(squares, axis=1) + _NORM_EPS)
+                rate = by_row(vectors.at[_RATE, tile])
+                index = i * TILE + _iota((TILE,), 0, _WGMMA.reduce(1))
+                factor = jnp.where(index < count, -rate * norm * norm, SIZE**-0.5 * norm)
+                vectors[_VALUE, tile] = jnp.where(live, rate * norm, 0.0)
+                products = _columns(products, 0, count) * spread(factor, count)
+                taken = taken & (i * TILE + _iota(shape, 0) != column)
+            else:
+                products = products * factor
+            vectors[_READ, tile] = jnp.where(live, factor * jnp.exp(sums[i]), 0.0)
+            products = jnp.where(taken, products * decays[i], 0.0)
+            refs["links"].at[:, tile].T[...] = plgpu.layout_cast(products, _TRANSPOSED)
         plgpu.commit_smem()
-        return by_column(self.refs["vectors"].at[row])
+
+    def scaled(self, ref, vector: int | None, first: int = 0) -> jax.Array:
+        """Nodes, a column each, times elements of a vector from ``first`` on; padding may hold NaN."""
+        x = _channels(ref)
+        if vector is not None:
+            x = x * _by_column(self.refs["vectors"].at[vector, pl.ds(first, self.count)], SIZE, _CHANNELS)
+        return jnp.where(self.live_columns(x.shape, _CHANNELS), x, 0.0)
+
+    def walk(self, start: jax.Array, late: jax.Array | None) -> jax.Array | None:
+        """u beside o on channels, [128, 2 N]; of many nodes None, it is then left in ``base``."""
+        base, count = self.refs["base"], self.count
+        if count <= _BLOCK:
+            return self.links.walk(start, late)
+        if late is None:
+            late = plgpu.layout_cast(jnp.zeros(start.shape, jnp.float32), _CHANNELS)
+        for i, x in enumerate((start, late)):
+            base.at[pl.ds(i * count, count)].T[...] = x
+        self.links.walk_blocks(base)
+        return None
+
+    def make_readers(self) -> None:
+        """Leaves -Y over Z, and behind them their low halves, where keys and queries were."""
+        found = self.walk(self.scaled(self.keys, _READ), self.scaled(self.queries, _READ, self.count))
+        size = self.count if found is None else self.width
+        plgpu.commit_smem()
+        for at in range(0, self.width, size):
+            here = pl.ds(at, size)
+            piece = _channels(self.refs["base"].at[here]) if found is None else found
+            for half, reader in zip(_halves(piece, self.readers[0].dtype), self.readers):
+                reader.at[here].T[...] = half
+        plgpu.commit_smem()
+
+    def add_values(self) -> None:
+        """Leaves X over W, or the latter alone, in the last rows of ``base``."""
+        found = self.walk(self.scaled(self.refs["values"], _VALUE if self.solves else None), None)
+        if found is not None:
+            self.refs["base"].T[...] = _columns(found, 2 * self.count - self.width, 2 * self.count)
+        plgpu.commit_smem()
+
+    def read_state(self, staged) -> None:
+        refs, count = self.refs, self.count
+        first = refs["first"][self.tree]
+        for part in range(self.parts):
+            plgpu.barrier_wait(refs["arrived"].at[part])
+            state = plgpu.load(refs["state"].at[part].T, layout=_TRANSPOSED, optimized=False)
+            pieces = _halves(plgpu.layout_cast(state, _WGMMA), self.keys.dtype)
+
+            def read(acc, part=part, pieces=pieces):
+                for i, reader in enumerate(self.readers):
+                    for piece in pieces[: 2 - i]:
+                        multiply(acc, piece, reader.T, staged)
+                if part == 0:  # while the products run
+                    self.add_values()
+                return acc[...]
+
+            past = pl.run_scoped(read, _ACC((TILE, self.width)))
+            # A select: whatever the slot of a fresh sequence holds, also NaN, must not show.
+            past = jnp.where(_whole(first, past.shape) > 0, past, 0.0)
+            if not self.solves:
+                past = past * _by_column(refs["vectors"].at[_READ, pl.ds(count, count)], TILE)
+                past = jnp.where(self.live_columns(past.shape, _WGMMA), past, 0.0)
+            last = pl.ds(refs["base"].shape[0] - self.width, self.width)
+            base = refs["base"].at[last, self.columns(part)]
+            found = plgpu.layout_cast(past, _TRANSPOSED)
+            found = found + plgpu.load(base.T, layout=_TRANSPOSED, optimized=False)
+            for i, ref in enumerate(refs["outs"][::-1]):
+                target = ref.at[self.tree, :, self.head, self.columns(part)]
+                target.T[...] = _columns(found, i * count, (i + 1) * count)
 
 
 def _run(
     name: str,
-    body: Callable[..., None],
-    nodes_of: tuple[jax.Array, ...],
-    operands: tuple[jax.Array, ...],
+    nodes_of: tuple[jax.Array, jax.Array, jax.Array],
+    gates: tuple[jax.Array, ...],
     pool: jax.Array,
     slot: jax.Array,
     positions: jax.Array,
     ancestors: jax.Array,
     *,
-    outputs: int,
-    solves: bool,
+    scale: float = 1.0,
+    parts: int | None,
     interpret: Any,
 ) -> tuple[jax.Array, ...]:
-    """Runs ``body(program, refs of nodes_of, of operands, of outputs)`` per tree, head and group of columns.
+    """Verifies trees by either recurrence; see the two functions below.
 
     Args:
-      nodes_of: q, k, v [B, N, H, 128]; operands: further arrays; outputs: how many [B, N, Hv, 128] come out.
-      solves: whether it solves a system, which takes more shared memory.
+      nodes_of: q, k, v; gates: slopes, or g and beta where corrections are solved for.
+      scale: of the queries if they are not normalised.
+
+    Returns:
+      outputs, and with g and beta corrections.
     """
+    solves = len(gates) == 2
     batch, nodes = positions.shape
+    if nodes > TILE:
+        raise ValueError(f"{name}: at most {TILE} nodes, not {nodes}")
     heads, dtype = pool.shape[1], nodes_of[0].dtype
-    count = -(-nodes // 8) * 8  # the copy engine brings whole rows of 8
+    step = 8 if nodes <= _BLOCK else _BLOCK  # the copy engine brings whole rows of 8
+    count = -(-nodes // step) * step
     if count > nodes:
-        nodes_of = tuple(jnp.pad(x, [(0, 0), (0, count - nodes), (0, 0), (0, 0)]) for x in nodes_of)
+        extra = [(0, 0), (0, count - nodes)]
+        nodes_of = tuple(jnp.pad(x, [*extra, (0, 0), (0, 0)]) for x in nodes_of)  # pyright: ignore
+        gates = tuple(jnp.pad(x, [*extra, (0, 0)]) for x in gates) if solves else gates
+    rows = -(-2 * count // TILE) * TILE  # of keys over queries
+    width = 2 * count if solves else count
     halves = SIZE // TILE
-    parts = 1 if batch * heads <= multiprocessors() else halves
+    if parts is None:
+        parts = 1 if batch * heads <= multiprocessors() or count > _WORD else halves
 
-    names = (
-        "q",
-        "k",
-        "v",
-        "state",
-        "out",
-        "vectors",
-        "loaded",
-        "half",
-        "inverse",
-        "scores",
-    )
+    names = ("both", "values", "state", "base", "links", "vectors", "loaded", "arrived")
 
-    def kernel(slot_ref, first_ref, masks_ref, pool_ref, *refs):
-        inputs, rest = refs[: len(nodes_of)], refs[len(nodes_of) :]
-        others, rest = rest[: len(operands)], rest[len(operands) :]
-        outs, scratch = rest[:outputs], rest[outputs:]
-        known = dict(zip(names, scratch), slot=slot_ref, first=first_ref, masks=masks_ref, pool=pool_ref)
-        known["staged"], known["staged_half"] = scratch[len(names) :] or (None, None)
-        body(_Program(known, count, parts), inputs, others, outs)
-        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    def kernel(*refs):
+        inputs = dict(zip(("slot", "first", "masks", "pool", "q_in", "k_in", "v_in"), refs))
+        given, outs = (refs[len(inputs) + i * len(gates) :][: len(gates)] for i in range(2))
+        scratch = refs[len(inputs) + 2 * len(gates) :]
+        known = dict(zip(names, scratch), **inputs, gates=given, outs=outs)
+        program = _Program(known, count, parts, solves, scale)
+        program.link_nodes()
+        if solves:
+            program.make_readers()
+        program.read_state(scratch[len(names)] if interpret else None)
 
     kernel.__name__ = name
-    narrow = swizzled(128, 2)
-
-    def smem(*shape, dtype=dtype):
-        return plgpu.SMEM(shape, dtype, transforms=narrow)
-
+    narrow, wide = swizzled(128, 2), swizzled(128, 4)
+    base_rows = width if count <= _BLOCK else 2 * count
     out = jax.ShapeDtypeStruct((batch, count, heads, SIZE), jnp.float32)
     found = plgpu.kernel(
         kernel,
-        out_type=(out,) * outputs,
+        out_type=(out,) * len(gates),
         grid=(batch, heads, halves // parts),
         grid_names=("tree", "head", "group"),
         scratch_types=[
-            smem(TILE, SIZE),
-            smem(TILE, SIZE),
-            smem(parts, *_SQUARE),
-            smem(2, SIZE, TILE),
-            plgpu.SMEM(_SQUARE, jnp.float32, transforms=swizzled(128, 4)),
-            plgpu.SMEM((2, TILE), jnp.float32),
-            plgpu.Barrier(num_arrivals=2 + parts),
-            *([smem(2, *_SQUARE, dtype=jnp.float16)] if solves or interpret else []),
-            *([smem(2, *_SQUARE)] * 2 if solves or interpret else []),
-            *([smem(*_SQUARE), smem(*_SQUARE, dtype=jnp.float16)] if interpret else []),
+            plgpu.SMEM((max(rows, 2 * width if solves else 0), SIZE), dtype, transforms=narrow),
+            plgpu.SMEM((count, SIZE), dtype),
+            plgpu.SMEM((parts, SIZE, TILE), jnp.float32, transforms=wide),
+            # A loop over nodes can index rows that are not swizzled.
+            plgpu.SMEM((base_rows, SIZE), jnp.float32, transforms=wide if count <= _BLOCK else ()),
+            plgpu.SMEM((count, rows), jnp.float32),
+            plgpu.SMEM((_VECTORS, rows), jnp.float32),
+            plgpu.Barrier(num_arrivals=3),
+            plgpu.Barrier(num_barriers=parts),
+            *([plgpu.SMEM((TILE, SIZE), dtype, transforms=narrow)] if interpret else []),
         ],
+        # What one warp leaves to another lies before a commit_smem here, which is a barrier.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
-    )(slot, first_position(positions), node_masks(ancestors, positions), pool, *nodes_of, *operands)
+    )(slot, first_position(positions), node_masks(ancestors, positions, count, rows), pool, *nodes_of, *gates)
     return tuple(x[:, :nodes] if count > nodes else x for x in found)
 
 
-@functools.partial(jax.jit, static_argnames=("scale", "interpret"))
+@functools.partial(jax.jit, static_argnames=("scale", "parts", "interpret"))
 def simple_gla(
     q: jax.Array,
     k: jax.Array,
@@ -222,46 +404,23 @@ def simple_gla(
     ancestors: jax.Array,
     *,
     scale: float,
+    parts: int | None = None,
     interpret: Any = None,
 ) -> jax.Array:
-    """As ops.simple_gla_verify for 16-bit q, k, v [B, N, H, 128], N at most 64, and a float32 pool."""
+    """As ops.simple_gla_verify for 16-bit q, k, v [B, N, H, 128], N at most 64, and a float32 pool.
 
-    def body(program: _Program, inputs, others, outs):
-        refs = program.refs
-        program.fetch(inputs, program.head)
-        slope = others[0][program.head]
-        depth = jnp.sum(jnp.where(program.own, 1.0, 0.0), axis=1)
-        distance = spread(depth, TILE) - program.column_of(0, depth)
-        decay = jnp.exp(-slope * jnp.maximum(distance, 0.0))
-        reach = spread(scale * jnp.exp(-slope * depth), TILE)
-        plgpu.barrier_wait(refs["loaded"])
-        scores = _products([(refs["q"], refs["k"].T)], None)
-        halves = _halves(jnp.where(program.own, scale * scores * decay, 0.0), refs["v"].dtype)
-        for part in range(program.parts):
-            values = refs["v"].at[part]
-            known = plgpu.load(values, layout=_WGMMA).astype(jnp.float32)
-            values[...] = jnp.where(program.live, known, 0.0).astype(values.dtype)
-            (past,) = program.read_state(part, [refs["q"]])
-            near = _products([(x, values) for x in halves], refs["staged"])
-            program.leave(reach * past + near, outs[0], part)
+    N is best a multiple of 8, and of 16 from 16 on: else the operands are copied into such arrays.
 
-    (out,) = _run(
-        "simple_gla_verify",
-        body,
-        (q, k, v),
-        (slopes,),
-        pool,
-        slot,
-        positions,
-        ancestors,
-        outputs=1,
-        solves=False,
-        interpret=interpret,
-    )
-    return out
+    Args:
+      parts: halves of a state's columns per program, 1 or 2; None: what was faster on an H200.
+      interpret: an InterpretGPUParams of Pallas to run on a CPU.
+    """
+    tree = (pool, slot, positions, ancestors)
+    options = {"scale": scale, "parts": parts, "interpret": interpret}
+    return _run("simple_gla_verify", (q, k, v), (slopes,), *tree, **options)[0]
 
 
-@functools.partial(jax.jit, static_argnames=("interpret",))
+@functools.partial(jax.jit, static_argnames=("parts", "interpret"))
 def gated_delta(
     q: jax.Array,
     k: jax.Array,
@@ -273,60 +432,15 @@ def gated_delta(
     positions: jax.Array,
     ancestors: jax.Array,
     *,
+    parts: int | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
-    """As ops.gated_delta_verify for 16-bit q, k, v of heads of 128, at most 64 nodes, and a float32 pool."""
-    nodes = positions.shape[1]
-    share = v.shape[2] // k.shape[2]
-    gates = jnp.stack([jnp.maximum(g, _LEAST), beta], axis=1)  # [B, 2, N, Hv]
-    gates = jnp.where((positions >= 0)[:, None, :, None], gates, 0.0)
-    gates = jnp.pad(jnp.swapaxes(gates, 2, 3), [(0, 0), (0, 0), (0, 0), (0, TILE - nodes)])
+    """As ops.gated_delta_verify for 16-bit q, k [B, N, Hk, 128], v [B, N, Hv, 128] and a float32 pool.
 
-    def body(program: _Program, inputs, others, outs):
-        refs, tree, head = program.refs, program.tree, program.head
-        program.fetch(inputs, jax.lax.div(head, jnp.int32(share)))
-        diagonal = program.row == program.column
-        g_ref, beta_ref = (others[0].at[tree, i, head] for i in range(2))
-        sums = jnp.sum(jnp.where(program.own, by_column(g_ref), 0.0), axis=1)
-        decay = jnp.exp(jnp.minimum(spread(sums, TILE) - program.column_of(0, sums), 0.0))
-        fade, rate = jnp.exp(sums), by_row(beta_ref)
-        plgpu.barrier_wait(refs["loaded"])
-        alike = _products([(refs["k"], refs["k"].T)], None)
-        squares = jnp.sum(jnp.where(diagonal & program.live, alike, 0.0), axis=1)
-        key_scale = jax.lax.rsqrt(squares + _NORM_EPS)
-        decay = decay * program.column_of(1, key_scale)
-        wide = plgpu.load(refs["q"], layout=_WGMMA).astype(jnp.float32)
-        query_scale = SIZE**-0.5 * jax.lax.rsqrt(jnp.sum(wide * wide, axis=1) + _NORM_EPS)
-        scores = _products([(refs["q"], refs["k"].T)], None)
-        scores = jnp.where(program.own, scores * decay * spread(query_scale, TILE), 0.0)
-        scores = _put_halves(scores, refs["scores"])
-        system = jnp.where(program.own, alike * decay * spread(key_scale * rate, TILE), 0.0)
-        system = jnp.where(diagonal, 0.0, system)
-        scratch = (refs["half"].at[0], refs["half"].at[1], refs["staged_half"])
-        inverse = invert(system.astype(jnp.float16), program.row, program.column, *scratch, rows=nodes)
-        inverse = _put_halves(inverse, refs["inverse"])
-        for part in range(program.parts):
-            known, past = program.read_state(part, [refs["k"], refs["q"]])
-            values = plgpu.load(refs["v"].at[part], layout=_WGMMA).astype(jnp.float32)
-            error = spread(rate, TILE) * (values - spread(fade * key_scale, TILE) * known)
-            error = jnp.where(program.live, error, 0.0)
-            smem = refs["state"].at[:, pl.ds(0, TILE)]  # the state has been read
-            corrections = _exact_product(inverse, error, smem)
-            near = _exact_product(scores, corrections, smem)
-            program.leave(spread(fade * query_scale, TILE) * past + near, outs[0], part)
-            program.leave(spread(key_scale, TILE) * corrections, outs[1], part)
-
+    N, ``parts`` and ``interpret`` as in ``simple_gla``.
+    """
+    tree = (pool, slot, positions, ancestors)
     out, corrections = _run(
-        "gated_delta_verify",
-        body,
-        (q, k, v),
-        (gates,),
-        pool,
-        slot,
-        positions,
-        ancestors,
-        outputs=2,
-        solves=True,
-        interpret=interpret,
+        "gated_delta_verify", (q, k, v), (g, beta), *tree, parts=parts, interpret=interpret
     )
     return out, corrections
