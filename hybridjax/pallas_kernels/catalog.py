@@ -119,11 +119,7 @@ _ROWS, _SLOTS = 8, 20
 _DECODE = {"slot": _of(jnp.int32, _ROWS), "positions": _of(jnp.int32, _ROWS)}
 
 _NODES, _PATH = 16, 5
-_VERIFY = {
-    "slot": _of(jnp.int32, _ROWS),
-    "positions": _of(jnp.int32, _ROWS, _NODES),
-    "ancestors": _of(jnp.bool_, _ROWS, _NODES, _NODES),
-}
+_PARTS = ({"parts": 1}, {"parts": 2})
 
 _TOKENS = 2048
 _PREFILL = {
@@ -184,6 +180,15 @@ def _prompts(op: str, heads: int, heuristic: tuning.Options) -> Tuned:
         along="tokens",
         samples=tuple({"tokens": n, "sequences": 1, "heads": heads} for n in (2048, 8192, 32768)),
     )
+
+
+def _verify(trees: int, nodes: int) -> dict[str, Any]:
+    """What every verification reads besides."""
+    return {
+        "slot": _of(jnp.int32, trees),
+        "positions": _of(jnp.int32, trees, nodes),
+        "ancestors": _of(jnp.bool_, trees, nodes, nodes),
+    }
 
 
 def _nvfp4(*shape: int) -> NVFP4:
@@ -298,8 +303,10 @@ KERNELS = (
         compiles=("sm_90a",),
         operands={
             **_simple_gla(_ROWS, _NODES),
-            **_VERIFY,
+            **_verify(_ROWS, _NODES),
         },
+        others=({**_simple_gla(1, 64), **_verify(1, 64)},),
+        variants=_PARTS,
         tensor_cores=True,
         options={"scale": SIZE**-0.5},
         writes=False,
@@ -311,8 +318,10 @@ KERNELS = (
         compiles=("sm_90a",),
         operands={
             **_gated_delta(_ROWS, _NODES),
-            **_VERIFY,
+            **_verify(_ROWS, _NODES),
         },
+        others=({**_gated_delta(1, 64), **_verify(1, 64)},),
+        variants=_PARTS,
         tensor_cores=True,
         options={},
         writes=False,
