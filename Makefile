@@ -43,7 +43,8 @@ test: .venv/dev.stamp
 	touch $@
 
 aot: .venv/aot.stamp
-	HYBRIDJAX_REQUIRE_COMPILERS=1 PYTHONPATH=.venv/aot $(BIN)/python -m pytest -n auto tests/pallas_kernels/test_ahead_of_time.py $(ARGS)
+	HYBRIDJAX_REQUIRE_COMPILERS=1 PYTHONPATH=.venv/aot $(BIN)/python -m pytest -n auto tests/pallas_kernels/test_ahead_of_time.py \
+	  tests/pallas_kernels/test_layer_programs.py $(ARGS)
 
 lint: .venv/dev.stamp
 	$(BIN)/ruff check .

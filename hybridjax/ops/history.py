@@ -71,7 +71,9 @@ def _prefill(x, batch, pool, offsets, fill):
     # The row of each sequence's first token, so that position p lies in row (origin + p).
     index = jnp.arange(rows, dtype=jnp.int32)
     origin = jnp.full((slots,), top, jnp.int32).at[sequence].min(jnp.where(live, index, top))
+    # Read once, before the pool is written: else XLA may read it later again, and write a copy of it.
     initial = batch.slot if batch.initial_slot is None else batch.initial_slot
+    earlier = jax.lax.optimization_barrier(pool[initial])
 
     def at(position, sequence):
         """The value at a position of a sequence, from the step, its slot, or before its start."""
@@ -79,7 +81,7 @@ def _prefill(x, batch, pool, offsets, fill):
         row = origin[sequence] + position - start
         inside = x[jnp.clip(row, 0, rows - 1)]
         column = size + position - start
-        before = pool[initial[sequence], jnp.clip(column, 0, size - 1)].astype(x.dtype)
+        before = earlier[sequence, jnp.clip(column, 0, size - 1)].astype(x.dtype)
         found = _where(position >= start, inside, before)
         return _where(position >= 0, found, jnp.asarray(fill, x.dtype))
 
@@ -94,5 +96,4 @@ def _prefill(x, batch, pool, offsets, fill):
         snapshots = at(ends[:, None] + columns, batch.tile_sequence[:, None])
         kept = jnp.concatenate([kept, snapshots])
         target = jnp.concatenate([target, jnp.where(ends >= 0, batch.snapshot_slot, 0)])
-    # Complete before the pool is written, which XLA would else copy.
-    return found, pool.at[target].set(jax.lax.optimization_barrier(kept.astype(pool.dtype)))
+    return found, pool.at[target].set(kept.astype(pool.dtype))

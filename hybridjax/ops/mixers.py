@@ -178,7 +178,7 @@ def _gated_delta_net_decode(
     A_log: jax.Array,
     dt_bias: jax.Array,
     norm: jax.Array,
-    state: jax.Array,
+    pool: jax.Array,
     conv: jax.Array,
     slot: jax.Array,
     positions: jax.Array,
@@ -192,7 +192,8 @@ def _gated_delta_net_decode(
     Args:
       projected, conv_weight, A_log, dt_bias, key_heads: see gated_delta_rows.
       norm: [Dv], eps, activation: as for gated_rms_norm, which is applied per value head.
-      state: float32[slots, Hv, Dk, Dv]; conv: [slots, K - 1, channels], the last inputs of the convolution.
+      pool: float32[slots, Hv, Dk, Dv], the states.
+      conv: [slots, K - 1, channels], the last inputs of the convolution.
       slot, positions: int32[B]; rows with position -1 are padding, slot 0 is scratch.
 
     Returns:
@@ -217,14 +218,14 @@ def _gated_delta_net_decode(
         batch,
         conv,
         key_heads=key_heads,
-        key_size=state.shape[2],
-        value_size=state.shape[3],
+        key_size=pool.shape[2],
+        value_size=pool.shape[3],
     )
     assert kept is not None
-    out, state = gated_delta_decode(*rows, state, slot, positions)
+    out, pool = gated_delta_decode(*rows, pool, slot, positions)
     channels = conv_weight.shape[0]
     out = gated_delta_output(out, projected, norm, first=channels, eps=eps, activation=activation)
-    return out.reshape(projected.shape[0], -1), state, kept
+    return out.reshape(projected.shape[0], -1), pool, kept
 
 
 def _lightning_decode_together(
@@ -280,10 +281,10 @@ def _lightning_kernel_fits(
 
 
 def _gated_delta_net_kernel_fits(
-    projected, conv_weight, A_log, dt_bias, norm, state, conv, *rest, **options
+    projected, conv_weight, A_log, dt_bias, norm, pool, conv, *rest, **options
 ) -> bool:
     narrow = projected.dtype == conv.dtype and projected.dtype in (jnp.bfloat16, jnp.float16)
-    return _heads_of_128(state) and narrow and conv_weight.shape[-1] == 4 and conv_weight.shape[0] % 128 == 0
+    return _heads_of_128(pool) and narrow and conv_weight.shape[-1] == 4 and conv_weight.shape[0] % 128 == 0
 
 
 _KERNELS = "hybridjax.pallas_kernels.pointwise."

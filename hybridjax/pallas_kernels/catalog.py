@@ -238,6 +238,96 @@ def _experts(rows: int) -> dict[str, Any]:
     }
 
 
+_WIDTH, _VALUES, _CHANNELS = HEADS * SIZE, VALUE_HEADS * SIZE, (2 * KEY_HEADS + VALUE_HEADS) * SIZE
+_LIGHTNING = _of(jnp.bfloat16, _TOKENS, 4 * _WIDTH)
+_DELTA_COLUMNS = _CHANNELS + _VALUES + 2 * VALUE_HEADS
+_HEAD_NORM, _OUT_NORM = _of(jnp.bfloat16, SIZE), _of(jnp.bfloat16, _WIDTH)
+_EPS = 1e-6
+
+# Around the recurrences; not timed yet.
+_POINTWISE = (
+    Kernel(
+        op="lightning_rows",
+        target="hybridjax.pallas_kernels.pointwise.prompt:lightning_rows",
+        ran=(),
+        compiles=("sm_90a", "sm_100a", "sm_120a"),
+        operands={
+            "projected": _LIGHTNING,
+            "q_norm": _HEAD_NORM,
+            "k_norm": _HEAD_NORM,
+            "positions": _of(jnp.int32, _TOKENS),
+        },
+        options={"heads": HEADS, "size": SIZE, "eps": _EPS, "theta": 1e4},
+        variants=({"group": 4}, {"group": 16}),
+        held="projected",
+        writes=False,
+    ),
+    Kernel(
+        op="lightning_output",
+        target="hybridjax.pallas_kernels.pointwise.prompt:lightning_output",
+        ran=(),
+        compiles=("sm_90a", "sm_100a", "sm_120a"),
+        operands={
+            "out": _of(jnp.float32, _TOKENS, HEADS, SIZE),
+            "projected": _LIGHTNING,
+            "o_norm": _OUT_NORM,
+        },
+        options={"eps": _EPS, "gate": True},
+        variants=tuple({"stages": stages, "resident": resident} for stages, resident in ((2, 3), (4, 1))),
+        held="out",
+        writes=False,
+    ),
+    Kernel(
+        op="gated_delta_output",
+        target="hybridjax.pallas_kernels.pointwise.prompt:gated_delta_output",
+        ran=(),
+        compiles=("sm_90a", "sm_100a", "sm_120a"),
+        operands={
+            "out": _of(jnp.float32, _TOKENS, VALUE_HEADS, SIZE),
+            "projected": _of(jnp.bfloat16, _TOKENS, _DELTA_COLUMNS),
+            "norm": _HEAD_NORM,
+        },
+        options={"first": _CHANNELS, "eps": _EPS, "activation": "sigmoid"},
+        held="out",
+        writes=False,
+    ),
+    Kernel(
+        op="lightning_decode",
+        target="hybridjax.pallas_kernels.pointwise.lightning:decode",
+        ran=(),
+        compiles=("sm_90a", "sm_100a", "sm_120a"),
+        operands={
+            "projected": _of(jnp.bfloat16, _ROWS, 4 * _WIDTH),
+            "q_norm": _HEAD_NORM,
+            "k_norm": _HEAD_NORM,
+            "o_norm": _OUT_NORM,
+            "slopes": _of(jnp.float32, HEADS),
+            "pool": _of(jnp.float32, _SLOTS, HEADS, SIZE, SIZE),
+            **_DECODE,
+        },
+        options={"scale": SIZE**-0.5, "eps": _EPS, "theta": 1e4, "gate": True},
+        variants=_TUNINGS,
+    ),
+    Kernel(
+        op="gated_delta_net_decode",
+        target="hybridjax.pallas_kernels.pointwise.gated_delta_net:decode",
+        ran=(),
+        compiles=("sm_90a", "sm_100a", "sm_120a"),
+        operands={
+            "projected": _of(jnp.bfloat16, _ROWS, _DELTA_COLUMNS),
+            "conv_weight": _of(jnp.bfloat16, _CHANNELS, 1, 4),
+            "A_log": _of(jnp.float32, VALUE_HEADS),
+            "dt_bias": _of(jnp.float32, VALUE_HEADS),
+            "norm": _HEAD_NORM,
+            "pool": _of(jnp.float32, _SLOTS, VALUE_HEADS, SIZE, SIZE),
+            "conv": _of(jnp.bfloat16, _SLOTS, 3, _CHANNELS),
+            **_DECODE,
+        },
+        options={"key_heads": KEY_HEADS, "eps": _EPS, "activation": "sigmoid"},
+        variants=_TUNINGS,
+    ),
+)
+
 KERNELS = (
     Kernel(
         op="simple_gla_decode",
@@ -387,6 +477,7 @@ KERNELS = (
         writes=False,
         tensor_cores=True,
     ),
+    *_POINTWISE,
 )
 
 

@@ -39,7 +39,7 @@ def decode(
     A_log: jax.Array,
     dt_bias: jax.Array,
     norm: jax.Array,
-    state: jax.Array,
+    pool: jax.Array,
     conv: jax.Array,
     slot: jax.Array,
     positions: jax.Array,
@@ -54,7 +54,7 @@ def decode(
 
     Rows with position -1 give zeros and touch no slot. Live rows must have distinct slots.
     """
-    heads, channels = state.shape[1], conv_weight.shape[0]
+    heads, channels = pool.shape[1], conv_weight.shape[0]
     share = heads // key_heads  # value heads per key head
     cores = multiprocessors()
     chosen = state_update.choose("gated_delta_decode", slot.shape[0], heads, cores, tuning)
@@ -79,12 +79,12 @@ def decode(
         state = state + by_row(k, columns) * by_column(delta, columns)
         return jnp.sum(by_row(q, columns) * state, axis=0), state
 
-    out, state = state_update.update(
+    out, pool = state_update.update(
         "gated_delta_net_decode",
         load,
         advance,
         (mixed, projected, A_log, dt_bias),
-        state,
+        pool,
         slot,
         positions,
         tuning=chosen,
@@ -92,7 +92,7 @@ def decode(
         interpret=interpret,
     )
     y = _output(out, projected, norm, channels, eps, activation, interpret)
-    return y.reshape(out.shape[0], -1), state, conv
+    return y.reshape(out.shape[0], -1), pool, conv
 
 
 def _convolve(projected, conv_weight, conv, slot, positions, key_heads, interpret):

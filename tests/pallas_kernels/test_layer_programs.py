@@ -1,0 +1,40 @@
+"""What steps of whole linear mixers consist of on an H200, compiled without one."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hybridjax.pallas_kernels import aot
+
+# A decode step takes as long as it has kernels: at most so many per layer, projections and residual included.
+MOST = {
+    ("lightning", "chosen"): 9,
+    ("lightning", "kernels"): 6,
+    ("gdn", "chosen"): 9,
+    ("gdn", "kernels"): 7,
+}
+
+
+@pytest.mark.skipif(
+    not aot.available() and "HYBRIDJAX_REQUIRE_COMPILERS" not in os.environ,
+    reason="needs jax-cuda13-plugin, -pjrt, nvidia-cuda-nvcc, nvidia-nvvm",
+)
+def test_steps_have_few_kernels_and_copy_no_pool():
+    script = Path(__file__).with_name("compile_layers.py")
+    done = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "JAX_PLATFORMS": "cpu", "PYTHONPATH": os.pathsep.join([os.getcwd(), *sys.path])},
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    programs = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(programs) == 9
+    for program in programs:
+        assert program["copies"] == 0, program
+        if program["mode"] == "decode":
+            assert 3 < program["kernels"] <= MOST[program["kind"], program["form"]], program
