@@ -1,5 +1,6 @@
 """The work directory of a run: finished layers, so that a run that was stopped goes on where it was."""
 
+import contextlib
 import fcntl
 import hashlib
 import json
@@ -19,6 +20,7 @@ from hybridjax.json_files import read_object, write_object
 from hybridjax.quantization import NVFP4
 
 _RUN = "run.json"
+_SAMPLE = 4096  # bytes of each tensor that tell checkpoints apart
 _FIELDS = ("codes", "scales", "global_scale")
 Weights = Mapping[str, tuple[NVFP4, float | None]]
 
@@ -37,12 +39,17 @@ class WorkDirectory:
 
     def __init__(self, target: Path, fingerprint: Mapping[str, Any], *, restart: bool = False):
         self.path = target.with_name(f".{target.name}.quantize")
+        self._aside = target.with_name(f".{target.name}.quantize.tmp")
         self._target = target
         self._fingerprint = json.loads(json.dumps(fingerprint))
         self._lock: int | None = None
         if restart and self.path.exists():
             self._acquire()
             self.remove()
+        self._check()
+
+    def _check(self) -> None:
+        """Raises ConfigError if another run's results are there."""
         try:
             known = read_object(self.path / _RUN) if self.path.exists() else None
         except CheckpointError:
@@ -58,11 +65,11 @@ class WorkDirectory:
         """Makes the directory if it is not there, and keeps other runs away from it.
 
         Raises:
-          ConfigError: it cannot be written, or another run is at work.
+          ConfigError: it cannot be written, another run is at work, or has left results since this was made.
         """
         try:
             if not self.path.exists():
-                fresh = self.path.with_name(self.path.name + ".tmp")
+                fresh = self._aside
                 shutil.rmtree(fresh, ignore_errors=True)
                 fresh.mkdir(parents=True)
                 write_object(fresh / _RUN, self._fingerprint)
@@ -71,10 +78,19 @@ class WorkDirectory:
             remove_leftovers(self._target)
         except OSError as error:
             raise ConfigError(f"{self.path}: cannot be written: {error}") from error
+        try:
+            self._check()
+        except ConfigError:
+            self.release()
+            raise
 
     def remove(self) -> None:
         """Removes the directory and lets other runs come."""
-        shutil.rmtree(self.path, ignore_errors=True)
+        # Whole or not at all: half a directory would be taken for another run's.
+        shutil.rmtree(self._aside, ignore_errors=True)
+        with contextlib.suppress(OSError):
+            self.path.rename(self._aside)
+        shutil.rmtree(self._aside, ignore_errors=True)
         self.release()
 
     def release(self) -> None:
@@ -131,7 +147,10 @@ class WorkDirectory:
 
 
 def fingerprint_of_files(files: Mapping[str, SafetensorsFile], config: Path) -> str:
-    """A hash of what a checkpoint's files say of themselves: not of their contents, which may be large."""
+    """A hash of what a checkpoint's files say of themselves, and of the first bytes of each tensor.
+
+    Contents may be large; but files that were copied with their times are told apart, too.
+    """
     digest = hashlib.sha256(config.read_bytes())
     for file in sorted({file.path for file in files.values()}):
         stat = file.stat()
@@ -139,4 +158,7 @@ def fingerprint_of_files(files: Mapping[str, SafetensorsFile], config: Path) -> 
     for name, file in sorted(files.items()):
         info = file.tensors[name]
         digest.update(f"{name} {info.dtype} {info.shape} {info.start}\n".encode())
+        beginning = file.read(name).reshape(-1)[: _SAMPLE // info.dtype.itemsize]
+        digest.update(beginning.tobytes())
+        file.release(name)
     return digest.hexdigest()

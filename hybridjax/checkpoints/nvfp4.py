@@ -71,6 +71,16 @@ def stored_tensors(name: str, weight: NVFP4, input_scale: float | None, layout: 
     return out if input_scale is None else out | {names.input_scale: number(input_scale)}
 
 
+def without_input_scale(names: Collection[str]) -> str | None:
+    """A weight in NVFP4 whose activations are not calibrated, by the names of a checkpoint's tensors."""
+    for name in names:
+        weight = name.removesuffix("_packed").removesuffix("_scale_2")
+        if weight != name and weight.endswith("weight") and (layout := layout_of_weight(weight, names)):
+            if _Names.of(weight, layout).input_scale not in names:
+                return weight
+    return None
+
+
 def common_layout(names: Collection[str]) -> str:
     """The layout that a checkpoint's weights in NVFP4 have."""
     return COMPRESSED_TENSORS if any(name.endswith("weight_packed") for name in names) else MODELOPT

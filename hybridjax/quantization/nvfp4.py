@@ -54,7 +54,7 @@ def _check(rule: str, columns: int) -> None:
 
 
 def _grouped(x: jax.Array) -> jax.Array:
-    return x.reshape(*x.shape[:-1], -1, GROUP)
+    return x.reshape(*x.shape[:-1], x.shape[-1] // GROUP, GROUP)  # not -1: there may be no rows
 
 
 def _divided(x: jax.Array, by: jax.Array | float) -> jax.Array:
@@ -149,7 +149,7 @@ def _sum16(x: jax.Array) -> jax.Array:
 def pack(codes: jax.Array) -> jax.Array:
     """float4_e2m1fn[..., K] -> uint8[..., K / 2]."""
     nibbles = jax.lax.bitcast_convert_type(codes, jnp.uint4).astype(jnp.uint8)
-    pairs = nibbles.reshape(*nibbles.shape[:-1], -1, 2)
+    pairs = nibbles.reshape(*nibbles.shape[:-1], nibbles.shape[-1] // 2, 2)
     return pairs[..., 0] | pairs[..., 1] << 4
 
 
@@ -162,13 +162,28 @@ def unpack(codes: jax.Array) -> jax.Array:
     normal = (2 + mantissa) << exponent
     size = jnp.where(exponent > 0, normal, 2 * mantissa).astype(jnp.float32) * 0.25
     values = jnp.where(pairs & 8, -size, size)
-    return values.reshape(*codes.shape[:-1], -1)
+    return values.reshape(*codes.shape[:-1], 2 * codes.shape[-1])
 
 
 def decode(codes: jax.Array, scales: jax.Array) -> jax.Array:
-    """codes, float8_e4m3fn[..., K / 16] -> float32[..., K], without the global scale: exact."""
+    """codes, float8_e4m3fn[..., K / 16] -> float32[..., K], without the global scale: exact.
+
+    Raises:
+      ValueError: a dtype is none of NVFP4's (bytes of scales have to be viewed as float8_e4m3fn), or there is
+        not one scale for every 16 codes.
+    """
+    if codes.dtype not in (jnp.uint8, jnp.uint32):
+        raise ValueError(f"codes are {codes.dtype}; they must be uint8 or, arranged as words, uint32")
+    if not jnp.issubdtype(scales.dtype, jnp.floating):
+        raise ValueError(f"scales are {scales.dtype}; view them as float8_e4m3fn")
+    columns = codes.shape[-1] * 2 * codes.dtype.itemsize
+    if columns % GROUP or scales.shape != (*codes.shape[:-1], columns // GROUP):
+        raise ValueError(
+            f"codes {list(codes.shape)} of {columns} columns and scales {list(scales.shape)} do not fit: "
+            f"there must be one scale for every {GROUP} columns"
+        )
     grouped = _grouped(unpack(codes)) * scales.astype(jnp.float32)[..., None]
-    return grouped.reshape(*codes.shape[:-1], -1)
+    return grouped.reshape(*codes.shape[:-1], columns)
 
 
 def quantize(x: jax.Array, rule: str = "mse", amax: jax.Array | None = None) -> NVFP4:

@@ -31,7 +31,8 @@ def to_words(codes: jax.Array) -> jax.Array:
     """
     if codes.shape[-1] % 4:
         raise ValueError(f"rows of {2 * codes.shape[-1]} codes are no whole words of {CODES}")
-    whole = jax.lax.bitcast_convert_type(codes.reshape(*codes.shape[:-1], -1, 4), jnp.uint32)
+    whole = codes.reshape(*codes.shape[:-1], codes.shape[-1] // 4, 4)  # not -1: there may be no rows
+    whole = jax.lax.bitcast_convert_type(whole, jnp.uint32)
     out = jnp.zeros_like(whole)
     for pair in range(4):
         for odd in (0, 1):
@@ -56,7 +57,7 @@ def from_words(words: jax.Array) -> jax.Array:
             half = pair >> 16 * odd
             whole |= (half >> 12 & 8 | half >> 6 & 7) << (4 * (2 * i + odd))
     codes = jax.lax.bitcast_convert_type(whole, jnp.uint8)
-    return codes.reshape(*words.shape[:-1], -1)
+    return codes.reshape(*words.shape[:-1], 4 * words.shape[-1])
 
 
 def in_checkpoint_order(codes: jax.Array) -> jax.Array:

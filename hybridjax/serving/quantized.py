@@ -17,17 +17,28 @@ _ALIASES = {
 
 
 def check_quantization(config: EngineConfig, directory: Path) -> None:
-    """Refuses a checkpoint that is not quantised as the flag says; before weights are read.
+    """Refuses a checkpoint that is not quantised as the flags need it; before weights are read.
 
     Raises:
       ConfigError: it is not.
       CheckpointError: the files are malformed.
     """
-    from hybridjax.checkpoints import quantization_of
+    from hybridjax.checkpoints import nvfp4, quantization_of
+    from hybridjax.checkpoints.directory import open_weights
 
-    if config.quantization == "auto":
+    needs_scales = config.nvfp4_activations == "w4a4"
+    if config.quantization == "auto" and not needs_scales:
         return
     method, layout = quantization_of(directory)
+    if needs_scales and method != "nvfp4":
+        raise ConfigError("nvfp4_activations is 'w4a4', but no weight of the checkpoint is in NVFP4")
+    if needs_scales and (name := nvfp4.without_input_scale(open_weights(directory))):
+        raise ConfigError(
+            f"nvfp4_activations is 'w4a4', but {name} has no input scale; calibrate the checkpoint's "
+            "activations, or use w4a16"
+        )
+    if config.quantization == "auto":
+        return
     wanted = _ALIASES.get(config.quantization, (config.quantization, None))
     if method != wanted[0] or wanted[1] not in (None, layout):
         found = f"{method} in the layout of {layout}" if layout else method

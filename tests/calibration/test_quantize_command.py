@@ -1,6 +1,7 @@
 """The command: checkpoints that load, reports that are right, runs that go on, and errors before any work."""
 
 import json
+import os
 import shutil
 from pathlib import Path
 
@@ -141,6 +142,63 @@ def test_two_runs_on_one_output_do_not_meet(dense, tmp_path):
         run(restart=True)
     first.work.release()
     second.quantize()
+    assert (tmp_path / "one/config.json").exists()
+
+
+def test_results_that_came_after_the_check_are_not_taken_for_ones_own(dense, tmp_path):
+    source, _, _ = dense
+
+    def run(rule):
+        settings = Settings(method="rtn", rule=rule, weights_only=True)
+        return Quantization(source, tmp_path / "one", "modelopt", settings, progress=False)
+
+    first, second = run("mse"), run("static_6")
+    first.quantize()
+    for _ in range(2):  # it does not keep the directory for itself, either
+        with pytest.raises(
+            ConfigError, match="results of a run with another rule; repeat that run, or --res"
+        ):
+            second.quantize()
+    first.quantize()
+
+
+def test_a_checkpoint_that_was_replaced_with_its_times_kept_is_told_apart(dense, tmp_path):
+    source = tmp_path / "model"
+    shutil.copytree(dense[0], source)
+    settings = Settings(method="rtn", weights_only=True)
+
+    def run():
+        return Quantization(source, tmp_path / "one", "modelopt", settings, progress=False)
+
+    run().work.create()
+    file = source / "model.safetensors"
+    times, value = file.stat(), read(source)["model.norm.weight"]
+    whole = file.read_bytes()
+    assert whole.count(value.tobytes()) == 1
+    file.write_bytes(whole.replace(value.tobytes(), (value * 2).tobytes()))
+    os.utime(file, ns=(times.st_atime_ns, times.st_mtime_ns))
+    with pytest.raises(ConfigError, match="results of a run with another checkpoint"):
+        run()
+
+
+def test_a_run_that_is_killed_while_it_tidies_up_leaves_nothing_that_stands_in_the_way(dense, tmp_path):
+    source, _, _ = dense
+    settings = Settings(method="rtn", weights_only=True)
+
+    def run():
+        return Quantization(source, tmp_path / "one", "modelopt", settings, progress=False)
+
+    with pytest.MonkeyPatch.context() as patch:
+        run_of_old = run()
+        run_of_old.work.create()
+
+        def killed(path, **_):
+            for file in Path(path).glob("run.json"):
+                file.unlink()
+
+        patch.setattr("hybridjax.calibration.results.shutil.rmtree", killed)
+        run_of_old.work.remove()
+    run().quantize()
     assert (tmp_path / "one/config.json").exists()
 
 

@@ -20,12 +20,14 @@ from hybridjax.quantization import (
     decode,
     dequantize,
     encode,
+    from_words,
     global_scale,
     pack,
     quantize,
     quantize_activations,
     round_stochastically,
     swizzle_scales,
+    to_words,
     unpack,
     unswizzle_scales,
 )
@@ -198,3 +200,25 @@ def test_zeros_stay_zeros():
     got = quantize(jnp.zeros((2, 32)), "mse")
     assert float(got.global_scale) == 1
     np.testing.assert_array_equal(dequantize(got), np.zeros((2, 32)))
+
+
+def test_what_does_not_fit_together_is_not_decoded():
+    codes, scales = jnp.zeros((3, 16), jnp.uint8), jnp.ones((3, 2), jnp.float8_e4m3fn)
+    for wrong in (scales[:1], scales[:, :1]):  # both would broadcast
+        with pytest.raises(
+            ValueError, match="of 32 columns and scales .* do not fit: there must be one scale"
+        ):
+            decode(codes, wrong)
+    with pytest.raises(ValueError, match="scales are uint8; view them as float8_e4m3fn"):
+        decode(codes, scales.view(jnp.uint8))
+    with pytest.raises(ValueError, match="codes are int32; they must be uint8 or, arranged as words, uint32"):
+        decode(codes.astype(jnp.int32), scales)
+
+
+def test_no_rows():
+    held = quantize(jnp.ones((2, 32)))
+    codes, scales = held.codes[:0], held.scales[:0]
+    assert decode(codes, scales).shape == decode(to_words(codes), scales).shape == (0, 32)
+    assert from_words(to_words(codes)).shape == codes.shape
+    rounded, blocks = quantize_activations(jnp.zeros((0, 32)), jnp.float32(1))
+    assert pack(rounded).shape == (0, 16) and blocks.shape == (0, 2)

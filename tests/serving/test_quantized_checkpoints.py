@@ -7,7 +7,7 @@ import pytest
 
 from hybridjax.calibration import Quantization, Settings
 from hybridjax.checkpoints import load_model, quantization_of
-from hybridjax.checkpoints.nvfp4 import weights_in_nvfp4
+from hybridjax.checkpoints.nvfp4 import weights_in_nvfp4, without_input_scale
 from hybridjax.configs import EngineConfig
 from hybridjax.errors import ConfigError
 from hybridjax.serving import Engine
@@ -78,6 +78,23 @@ def test_deterministic_inference_pins_one_path(rounded, caplog):
 def test_w4a4_needs_calibrated_activations(rounded):
     with pytest.raises(ConfigError, match=r"nvfp4_activations is 'w4a4', but layers.* has no input scale"):
         prepare(EngineConfig(nvfp4_activations="w4a4"), load_model(rounded, "float32"))
+
+
+def test_w4a4_is_refused_before_weights_are_read(rounded):
+    config = EngineConfig(nvfp4_activations="w4a4")
+    problem = r"nvfp4_activations is 'w4a4', but model\.layers\..*weight has no input scale; calibrate"
+    with pytest.raises(ConfigError, match=problem):
+        check_quantization(config, rounded)
+    with pytest.raises(ConfigError, match="'w4a4', but no weight of the checkpoint is in NVFP4"):
+        check_quantization(config, GOLDEN)
+
+
+def test_calibrated_weights_are_told_from_others():
+    names = ["a.weight", "a.weight_scale", "a.weight_scale_2", "a.input_scale", "norm.weight"]
+    packed = ["b.weight_packed", "b.weight_scale", "b.weight_global_scale", "b.input_global_scale"]
+    assert without_input_scale([*names, *packed]) is None
+    assert without_input_scale([*names[:3], *packed]) == "a.weight"
+    assert without_input_scale([*names, *packed[:3]]) == "b.weight"
 
 
 def test_a_dense_model_has_no_use_for_the_flag(caplog):
