@@ -127,8 +127,12 @@ class Quantization:
         self.plan: Plan = make_plan(self.stream.model, self.stream.weights, settings.skip)
         replaced = output.replaced_by(self.plan, self.stream.layout)
         output.check_weights(list(replaced), self.stream.weights)
+        self._checkpoint = self._files()
         self.work = WorkDirectory(self.target, self._fingerprint(), restart=restart)
         self._hidden = None if progress is None else not progress
+
+    def _files(self) -> str:
+        return fingerprint_of_files(self.stream.weights, self.source / "config.json")
 
     def _fingerprint(self) -> dict[str, Any]:
         digest = hashlib.sha256()
@@ -137,7 +141,7 @@ class Quantization:
         return {
             "format": _FORMAT,
             "version": __version__,
-            "checkpoint": fingerprint_of_files(self.stream.weights, self.source / "config.json"),
+            "checkpoint": self._checkpoint,
             "calibration text": digest.hexdigest(),
             "dtype": self.stream.model.dtype.name,
             "device": jax.devices()[0].device_kind,
@@ -188,6 +192,11 @@ class Quantization:
 
     def _convert(self, step: Callable[[], object]) -> dict[str, Any]:
         self._quantize(step)
+        if self._files() != self._checkpoint:
+            raise ConfigError(
+                f"{self.source} was changed while it was read, so that layers of two models may be mixed; "
+                "quantise it again with --restart"
+            )
         output.write(
             self.source,
             self.target,

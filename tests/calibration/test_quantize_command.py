@@ -181,6 +181,18 @@ def test_a_checkpoint_that_was_replaced_with_its_times_kept_is_told_apart(dense,
         run()
 
 
+def test_a_checkpoint_that_is_changed_while_it_is_read_is_refused(dense, tmp_path):
+    source = tmp_path / "model"
+    shutil.copytree(dense[0], source)
+    settings = Settings(method="rtn", weights_only=True)
+    run = Quantization(source, tmp_path / "one", "modelopt", settings, progress=False)
+    shutil.copyfile(source / "model.safetensors", tmp_path / "new")
+    os.replace(tmp_path / "new", source / "model.safetensors")
+    with pytest.raises(ConfigError, match="model was changed while it was read, .* again with --restart"):
+        run.quantize()
+    assert not (tmp_path / "one").exists()
+
+
 def test_a_run_that_is_killed_while_it_tidies_up_leaves_nothing_that_stands_in_the_way(dense, tmp_path):
     source, _, _ = dense
     settings = Settings(method="rtn", weights_only=True)
