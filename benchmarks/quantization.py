@@ -72,7 +72,9 @@ def grid(
     yield row("unquantised", base)
     for method, rule in runs:
         target = directory / f"{model}-{method}-{rule}"
-        settings = Settings(method=method, rule=rule, samples=samples, length=length)
+        settings = Settings(
+            method=method, scale_rule=rule, calibration_samples=samples, calibration_length=length
+        )
         report = Quantization(
             model,
             target,

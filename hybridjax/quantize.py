@@ -89,14 +89,14 @@ def _run(arguments: argparse.Namespace) -> str:
 
     settings = Settings(
         method=arguments.method,
-        rule=arguments.scale_rule,
+        scale_rule=arguments.scale_rule,
         skip=tuple(arguments.skip),
         damping=arguments.damping,
-        ordering=arguments.activation_ordering,
-        expert_tokens=arguments.min_expert_tokens,
-        samples=arguments.calibration_samples,
-        length=arguments.calibration_length,
-        lengths=arguments.calibration_lengths,
+        activation_ordering=arguments.activation_ordering,
+        min_expert_tokens=arguments.min_expert_tokens,
+        calibration_samples=arguments.calibration_samples,
+        calibration_length=arguments.calibration_length,
+        calibration_lengths=arguments.calibration_lengths,
         weights_only=arguments.weights_only,
         group_size=arguments.group_size,
     )

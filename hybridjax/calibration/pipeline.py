@@ -54,21 +54,23 @@ def read_texts(
     if calibration is None and evaluation is None:
         return Texts([], [])
     tokenizer: Any = load_tokenizer(source)
-    length = min(settings.length, context)
+    length = min(settings.calibration_length, context)
     found: list[Sample] = []
     held: list[Sample] = []
     if calibration is not None:
-        found = cut(read_documents(calibration, tokenizer), tokenizer, length, lengths=settings.lengths)
+        found = cut(
+            read_documents(calibration, tokenizer), tokenizer, length, lengths=settings.calibration_lengths
+        )
         if evaluation is None:
             found, held = hold_out(found)
-        found = evenly(found, settings.samples)
+        found = evenly(found, settings.calibration_samples)
     if evaluation is not None:
         held = cut(read_documents(evaluation, tokenizer), tokenizer, length)
     if calibration is not None and not found:
         raise ConfigError(f"{calibration}: holds too little text")
     if evaluation is not None and not held:
         raise ConfigError(f"{evaluation}: holds too little text")
-    return Texts(found, evenly(held, settings.samples))
+    return Texts(found, evenly(held, settings.calibration_samples))
 
 
 class Quantization:

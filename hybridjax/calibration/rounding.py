@@ -117,8 +117,8 @@ def round_layer(
     """
     weights: Weights = {}
     modules: list[Module] = []
-    options = {"rule": settings.rule, "method": settings.method}
-    options |= {"damping": settings.damping, "ordering": settings.ordering}
+    options = {"rule": settings.scale_rule, "method": settings.method}
+    options |= {"damping": settings.damping, "ordering": settings.activation_ordering}
     for path, entries in plan.linears.items():
         value = parameters[(*path, "weight", "value")]
         inputs = None if seen is None else seen.linears[path]

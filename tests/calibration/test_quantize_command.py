@@ -100,7 +100,7 @@ def test_a_run_that_was_stopped_goes_on_and_gives_the_same_bytes(dense, tmp_path
         save(self, index, *args)
 
     def run(**options):
-        settings = Settings(length=128, skip=options.pop("skip", ("*.k_proj",)))
+        settings = Settings(calibration_length=128, skip=options.pop("skip", ("*.k_proj",)))
         text = source.parent / "text.txt"
         return Quantization(
             source, tmp_path / "again", "modelopt", settings, calibration=text, progress=False, **options
@@ -149,14 +149,14 @@ def test_results_that_came_after_the_check_are_not_taken_for_ones_own(dense, tmp
     source, _, _ = dense
 
     def run(rule):
-        settings = Settings(method="rtn", rule=rule, weights_only=True)
+        settings = Settings(method="rtn", scale_rule=rule, weights_only=True)
         return Quantization(source, tmp_path / "one", "modelopt", settings, progress=False)
 
     first, second = run("mse"), run("static_6")
     first.quantize()
     for _ in range(2):  # it does not keep the directory for itself, either
         with pytest.raises(
-            ConfigError, match="results of a run with another rule; repeat that run, or --res"
+            ConfigError, match="results of a run with another scale_rule; repeat that run, or --res"
         ):
             second.quantize()
     first.quantize()
@@ -235,7 +235,7 @@ def test_a_mixture_of_experts(tmp_path):
     source = model_with_tokenizer(tmp_path / "model", "qwen4_exp/text_mtp")
     fuse_experts(source)
     text, out = write_text(tmp_path / "text.txt", 30), tmp_path / "out"
-    settings = Settings(length=128, expert_tokens=400, skip=("*_attn.*", "*.shared_expert.*"))
+    settings = Settings(calibration_length=128, min_expert_tokens=400, skip=("*_attn.*", "*.shared_expert.*"))
     run = Quantization(source, out, "compressed-tensors", settings, calibration=text, progress=False)
     report = run.quantize()
     before, after = read(source), read(out)
@@ -302,12 +302,12 @@ def model(tmp_path_factory):
     [
         (["--format", "gguf"], "format is 'gguf'; it must be one of modelopt, compressed-tensors"),
         (["--method", "awq"], "method is 'awq'; it must be one of gptq, rtn"),
-        (["--scale-rule", "max"], "rule is 'max'"),
+        (["--scale-rule", "max"], "scale_rule is 'max'"),
         (["--group-size", "32"], "group_size is 32; it must be 16"),
         (["--damping", "nan"], "damping is nan"),
-        (["--activation-ordering", "dynamic"], "ordering is 'dynamic'"),
-        (["--calibration-length", "8"], "length is 8; it must be at least 64"),
-        (["--calibration-samples", "0"], "samples is 0"),
+        (["--activation-ordering", "dynamic"], "activation_ordering is 'dynamic'"),
+        (["--calibration-length", "8"], "calibration_length is 8; it must be at least 64"),
+        (["--calibration-samples", "0"], "calibration_samples is 0"),
         (["--skip", " "], "skip holds an empty pattern"),
         (["--skip", "*.no_such"], "no tensor's name matches"),
         (["--calibration", "empty.txt"], "empty.txt: holds no text"),
@@ -375,7 +375,11 @@ def test_a_quantised_checkpoint_is_refused(dense, tmp_path):
     source, out, _ = dense
     with pytest.raises(ConfigError, match="quantised to NVFP4 already"):
         Quantization(
-            out, tmp_path / "x", "modelopt", Settings(length=128), calibration=source.parent / "text.txt"
+            out,
+            tmp_path / "x",
+            "modelopt",
+            Settings(calibration_length=128),
+            calibration=source.parent / "text.txt",
         )
 
 
@@ -411,7 +415,7 @@ def test_float8_experts_are_quantised_and_a_float8_table_is_copied(tmp_path):
     (source / "model.safetensors").unlink()
     layout = {name: (value.dtype, value.shape) for name, value in stored.items()}
     write_safetensors(source / "model.safetensors", layout, stored.__getitem__, {"format": "pt"})
-    settings = Settings(method="rtn", rule="static_6", weights_only=True)
+    settings = Settings(method="rtn", scale_rule="static_6", weights_only=True)
     Quantization(source, tmp_path / "out", "modelopt", settings, progress=False).quantize()
     after = read(tmp_path / "out")
     assert not any("scale_inv" in name for name in after)
