@@ -33,7 +33,7 @@ class Parameter:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        return self.value.shape
+        return jax.eval_shape(lambda: self.value).shape
 
 
 @dataclasses.dataclass(frozen=True)
