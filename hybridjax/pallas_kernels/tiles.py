@@ -1,9 +1,27 @@
-"""Which tiles of a ragged batch belong together, as the chunked prefill kernels read it from memory."""
+"""What the chunked prefill kernels share: their tuning, and which tiles of a ragged batch belong together."""
 
 import jax
 import jax.numpy as jnp
 
 from hybridjax.batch import TILE
+from hybridjax.ops.dispatch import architecture
+from hybridjax.pallas_kernels import tuning
+from hybridjax.pallas_kernels.state_update import multiprocessors
+
+
+def choose(
+    op: str, rows: int, sequences: int, heads: int, heuristic: tuning.Options, **given: int
+) -> dict[str, int]:
+    """The options of a prefill kernel, see ``tuning.choose``; of those given 0 means: as chosen there."""
+    found = tuning.choose(
+        op,
+        architecture(),
+        multiprocessors(),
+        {"tokens": rows, "sequences": sequences, "heads": heads},
+        heuristic=lambda: heuristic,
+        override={name: number for name, number in given.items() if number},
+    )
+    return found.options  # pyright: ignore[reportReturnType]
 
 
 def describe(

@@ -23,7 +23,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hybridjax.batch import TILE
 from hybridjax.ops.tree import first_position
-from hybridjax.pallas_kernels.gated_delta.hopper import by_row, multiply, spread
+from hybridjax.pallas_kernels.gated_delta.hopper import by_column, by_row, multiply, spread
 from hybridjax.pallas_kernels.state_update import SIZE, multiprocessors, swizzled
 
 _NORM_EPS = 1e-6
@@ -83,12 +83,6 @@ def _bit(words: list[jax.Array], column: jax.Array) -> jax.Array:
     return (jax.lax.shift_right_logical(word, column & (_WORD - 1)) & 1) == 1
 
 
-def _by_column(ref, rows: int, layout: Any = _WGMMA) -> jax.Array:
-    """A float32 reference, an element per column, spread over the rows."""
-    x = plgpu.load(ref, layout=layout.reduce(0), optimized=False)
-    return jax.lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
-
-
 def _columns(x: jax.Array, start: int, end: int) -> jax.Array:
     return jax.lax.slice(x, (0, start), (x.shape[0], end))
 
@@ -107,7 +101,7 @@ class _Links:
     def given(self, u: jax.Array, node, to, size: int) -> jax.Array:
         """What a node with the corrections u [128] gives to columns from ``to`` on."""
         u = jax.lax.broadcast_in_dim(u, (SIZE, size), (0,))
-        return u * _by_column(self.ref.at[node, pl.ds(to, size)], SIZE, _CHANNELS)
+        return u * by_column(self.ref.at[node, pl.ds(to, size)], SIZE, _CHANNELS)
 
     def walk(self, start: jax.Array, late: jax.Array | None, at=0) -> jax.Array:
         """u beside o, [128, 2 n], of n nodes from ``at`` on that earlier ones have given to; late None: 0."""
@@ -209,11 +203,11 @@ class _Program:
         own = [_bit([spread(word, count) for word in mask], column) for mask in masks]
         if self.solves:
             plgpu.commit_smem()
-            g = jnp.maximum(_by_column(vectors.at[_GATE, some], TILE), _LEAST)
+            g = jnp.maximum(by_column(vectors.at[_GATE, some], TILE), _LEAST)
         sums = [jnp.sum(jnp.where(x, g, 0.0), axis=1) for x in own]
         vectors[_SUM, tiles[0]] = sums[0]
         plgpu.commit_smem()
-        before = _by_column(vectors.at[_SUM, some], TILE)
+        before = by_column(vectors.at[_SUM, some], TILE)
         decays = [jnp.exp(jnp.minimum(spread(x, count) - before, 0.0)) for x in sums]
         plgpu.barrier_wait(refs["loaded"])
 
@@ -247,7 +241,7 @@ class _Program:
         """Nodes, a column each, times elements of a vector from ``first`` on; padding may hold NaN."""
         x = _channels(ref)
         if vector is not None:
-            x = x * _by_column(self.refs["vectors"].at[vector, pl.ds(first, self.count)], SIZE, _CHANNELS)
+            x = x * by_column(self.refs["vectors"].at[vector, pl.ds(first, self.count)], SIZE, _CHANNELS)
         return jnp.where(self.live_columns(x.shape, _CHANNELS), x, 0.0)
 
     def walk(self, start: jax.Array, late: jax.Array | None) -> jax.Array | None:
@@ -301,7 +295,7 @@ class _Program:
             # A select: whatever the slot of a fresh sequence holds, also NaN, must not show.
             past = jnp.where(_whole(first, past.shape) > 0, past, 0.0)
             if not self.solves:
-                past = past * _by_column(refs["vectors"].at[_READ, pl.ds(count, count)], TILE)
+                past = past * by_column(refs["vectors"].at[_READ, pl.ds(count, count)], TILE)
                 past = jnp.where(self.live_columns(past.shape, _WGMMA), past, 0.0)
             last = pl.ds(refs["base"].shape[0] - self.width, self.width)
             base = refs["base"].at[last, self.columns(part)]

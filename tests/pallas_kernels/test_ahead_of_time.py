@@ -7,15 +7,10 @@ import sys
 from pathlib import Path
 
 import pytest
+from compilers import needs_compilers
 
 from hybridjax.pallas_kernels import aot
 from hybridjax.pallas_kernels.catalog import KERNELS
-
-# ``make aot`` installs them and sets the variable, so that nothing is left out there.
-needs_compilers = pytest.mark.skipif(
-    not aot.available() and "HYBRIDJAX_REQUIRE_COMPILERS" not in os.environ,
-    reason="needs jax-cuda13-plugin, -pjrt, nvidia-cuda-nvcc, nvidia-nvvm",
-)
 
 HLO = """
 input_output_alias={ {1}: (4, {}, may-alias) }

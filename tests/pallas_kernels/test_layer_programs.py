@@ -6,9 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-import pytest
-
-from hybridjax.pallas_kernels import aot
+from compilers import needs_compilers
 
 # A decode step takes as long as it has kernels: at most so many per layer, projections and residual included.
 MOST = {
@@ -19,10 +17,7 @@ MOST = {
 }
 
 
-@pytest.mark.skipif(
-    not aot.available() and "HYBRIDJAX_REQUIRE_COMPILERS" not in os.environ,
-    reason="needs jax-cuda13-plugin, -pjrt, nvidia-cuda-nvcc, nvidia-nvvm",
-)
+@needs_compilers
 def test_steps_have_few_kernels_and_copy_no_pool():
     script = Path(__file__).with_name("compile_layers.py")
     done = subprocess.run(

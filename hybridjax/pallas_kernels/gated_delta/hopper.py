@@ -23,10 +23,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hybridjax.batch import TILE
-from hybridjax.ops.dispatch import architecture
-from hybridjax.pallas_kernels import tuning
 from hybridjax.pallas_kernels.state_update import SIZE, multiprocessors, swizzled
-from hybridjax.pallas_kernels.tiles import describe
+from hybridjax.pallas_kernels.tiles import choose, describe
 
 HEURISTIC = {"stages": 2}
 _NORM_EPS = 1e-6
@@ -59,10 +57,10 @@ def spread(x: jax.Array, columns: int) -> jax.Array:
     return jax.lax.broadcast_in_dim(x, (TILE, columns), (0,))
 
 
-def by_column(ref, rows: int = TILE) -> jax.Array:
-    """A float32[64] reference, an element per column, spread over the rows."""
-    x = plgpu.load(ref, layout=_WGMMA.reduce(0), optimized=False)
-    return jax.lax.broadcast_in_dim(x, (rows, TILE), (1,))
+def by_column(ref, rows: int = TILE, layout: Any = _WGMMA) -> jax.Array:
+    """A float32 reference, an element per column, spread over the rows."""
+    x = plgpu.load(ref, layout=layout.reduce(0), optimized=False)
+    return jax.lax.broadcast_in_dim(x, (rows, x.shape[0]), (1,))
 
 
 def multiply(acc, left: jax.Array, right, staged) -> None:
@@ -79,7 +77,7 @@ def _iota(axis: int, columns: int = TILE) -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (TILE, columns), axis, layout=_WGMMA)
 
 
-def invert(system: jax.Array, row, column, x_smem, product_smem, staged, rows: int = TILE) -> jax.Array:
+def invert(system: jax.Array, row, column, x_smem, product_smem, staged) -> jax.Array:
     """(I + system)^-1 of a strictly lower triangle, float16[64, 64], in float32.
 
     Inverses of blocks on the diagonal, of one row at first, are merged in pairs: [[X, 0], [-Y B X, Y]]. All
@@ -88,7 +86,6 @@ def invert(system: jax.Array, row, column, x_smem, product_smem, staged, rows: i
     Args:
       row, column: the indices of the elements.
       x_smem, product_smem: float16[64, 64] of scratch; staged: as in ``multiply``.
-      rows: how many of the first ones are not those of an identity.
     """
 
     def beside(size):
@@ -98,7 +95,7 @@ def invert(system: jax.Array, row, column, x_smem, product_smem, staged, rows: i
 
     inverse = jnp.where(row == column, 1.0, 0.0) - jnp.where(beside(1), system.astype(jnp.float32), 0.0)
     size = 2
-    while size < rows:
+    while size < TILE:
         narrow = inverse.astype(x_smem.dtype)
         x_smem[...] = narrow
         plgpu.commit_smem()
@@ -280,14 +277,8 @@ def prefill(
       interpret: an InterpretGPUParams of Pallas to run on a CPU.
     """
     rows, heads, _ = v.shape
-    stages = tuning.choose(
-        "gated_delta_prefill",
-        architecture(),
-        multiprocessors(),
-        {"tokens": rows, "sequences": slot.shape[0], "heads": heads},
-        heuristic=lambda: HEURISTIC,
-        override={"stages": stages} if stages else {},
-    ).options["stages"]
+    chosen = choose("gated_delta_prefill", rows, slot.shape[0], heads, HEURISTIC, stages=stages)
+    stages = chosen["stages"]
     share = heads // k.shape[1]
     sequences, tiles = describe(slot, tile_sequence, positions, initial_slot, snapshot_slot)
     dtype = q.dtype

@@ -15,7 +15,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from hybridjax.ops.rotary import rotary_angles
 from hybridjax.pallas_kernels import state_update
 from hybridjax.pallas_kernels.pointwise.values import inverse_rms, rounded, sigmoid
-from hybridjax.pallas_kernels.state_update import SIZE, Tuning, by_column, by_row, load_value, multiprocessors
+from hybridjax.pallas_kernels.simple_gla.decode import advance
+from hybridjax.pallas_kernels.state_update import SIZE, Tuning, load_value, multiprocessors
 
 _HALF = SIZE // 2
 _HALF_ROWS = plgpu.Layout.WGMMA.reduce(1)
@@ -77,15 +78,10 @@ def decode(
 
         return normed(q, q_weight), normed(k, k_weight), value, decay
 
-    def advance(loaded, state):
-        q, k, v, decay = loaded
-        state = decay * state + by_row(k, columns) * by_column(v, columns)
-        return jnp.sum(by_row(scale * q, columns) * state, axis=0), state
-
     out, pool = state_update.update(
         "lightning_decode",
         load,
-        advance,
+        functools.partial(advance, scale=scale),
         (projected, q_norm, k_norm, cos, sin, slopes),
         pool,
         slot,

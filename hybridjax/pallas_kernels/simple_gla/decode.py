@@ -17,6 +17,17 @@ from hybridjax.pallas_kernels.state_update import (
 )
 
 
+def advance(loaded: tuple, state: jax.Array, *, scale: float) -> tuple[jax.Array, jax.Array]:
+    """The output of a token and the columns of a state after it, [columns] and [128, columns].
+
+    ``loaded``: q and k [128], v [columns] and the decay.
+    """
+    q, k, v, decay = loaded
+    columns = state.shape[1]
+    state = decay * state + by_row(k, columns) * by_column(v, columns)
+    return jnp.sum(by_row(scale * q, columns) * state, axis=0), state
+
+
 @functools.partial(jax.jit, static_argnames=("scale", "tuning", "interpret"))
 def decode(
     q: jax.Array,
@@ -38,7 +49,6 @@ def decode(
 
     cores = multiprocessors()
     chosen = state_update.choose("simple_gla_decode", v.shape[0], v.shape[1], cores, tuning)
-    columns = chosen.columns
 
     def load(refs, row, head, own):
         q_ref, k_ref, v_ref, slopes_ref = refs
@@ -49,15 +59,10 @@ def decode(
             jnp.exp(-slopes_ref[head]),
         )
 
-    def advance(loaded, state):
-        q, k, v, decay = loaded
-        state = decay * state + by_row(k, columns) * by_column(v, columns)
-        return jnp.sum(by_row(scale * q, columns) * state, axis=0), state
-
     return state_update.update(
         "simple_gla_decode",
         load,
-        advance,
+        functools.partial(advance, scale=scale),
         (q, k, v, slopes),
         pool,
         slot,

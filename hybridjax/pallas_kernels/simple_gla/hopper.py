@@ -19,11 +19,9 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from hybridjax.batch import TILE
-from hybridjax.ops.dispatch import architecture
-from hybridjax.pallas_kernels import tuning
 from hybridjax.pallas_kernels.gated_delta.hopper import multiply
-from hybridjax.pallas_kernels.state_update import SIZE, multiprocessors, swizzled
-from hybridjax.pallas_kernels.tiles import describe
+from hybridjax.pallas_kernels.state_update import SIZE, swizzled
+from hybridjax.pallas_kernels.tiles import choose, describe
 
 HEURISTIC = {"columns": 32, "stages": 4}
 _WGMMA = plgpu.Layout.WGMMA
@@ -88,14 +86,8 @@ def prefill(
       ValueError: stages is odd.
     """
     rows, heads, _ = q.shape
-    chosen = tuning.choose(
-        "simple_gla_prefill",
-        architecture(),
-        multiprocessors(),
-        {"tokens": rows, "sequences": slot.shape[0], "heads": heads},
-        heuristic=lambda: HEURISTIC,
-        override={name: n for name, n in (("columns", columns), ("stages", stages)) if n},
-    ).options
+    given = {"columns": columns, "stages": stages}
+    chosen = choose("simple_gla_prefill", rows, slot.shape[0], heads, HEURISTIC, **given)
     columns, stages = chosen["columns"], chosen["stages"]
     if stages % 2:
         # Else a buffer, and its barriers, would not always belong to the same of the two warpgroups.
