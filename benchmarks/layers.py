@@ -29,16 +29,10 @@ from hybridjax.configs import MiniCPMSALAConfig, Qwen4ExpConfig
 from hybridjax.layers import GatedDeltaNet, LightningAttention
 from hybridjax.ops.dispatch import OPS, override
 
-# Kernels that are chosen by name only.
-KERNELS = ",".join(
-    f"{op}=mosaic_gpu"
-    for op in (
-        "lightning_rows",
-        "lightning_output",
-        "lightning_decode",
-        "gated_delta_output",
-        "gated_delta_net_decode",
-    )
+# XLA's own fusions around the recurrences.
+FUSIONS = "lightning_decode=xla," + ",".join(
+    f"{op}=reference"
+    for op in ("lightning_rows", "lightning_output", "gated_delta_output", "gated_delta_net_decode")
 )
 
 
@@ -143,7 +137,7 @@ def measure(stack: Stack, mode: str, rows: int, forced: str | None, rates: tuple
     found = kernel_times(lambda: jax.block_until_ready(launch()))
     own = sum(seconds for seconds, _ in found.values()) / copies
     count = sum(number for _, number in found.values()) / copies
-    name = f"{stack.kind:10s} {mode:7s} rows {rows:4d}" + (", kernels" if forced else "")
+    name = f"{stack.kind:10s} {mode:7s} rows {rows:4d}" + (", XLA" if forced else "")
     print(
         f"{name}: {took * 1e6:8.1f} us a layer "
         f"({count:.1f} kernels, {own * 1e6:.1f} us in them), limit {limit * 1e6:7.1f} us "
@@ -195,10 +189,10 @@ def main() -> int:
     for kind in options.kinds.split(","):
         stack = Stack(kind, options.copies, max(rows, default=1) + 2, dtype, options.smoke)
         for mode, sizes in (("decode", rows), ("prefill", chunks)):
-            for forced in [None, KERNELS] if options.compare else [None]:
+            for forced in [None, FUSIONS] if options.compare else [None]:
                 if not sizes:
                     continue
-                label = f"{kind} {mode}" + (", kernels" if forced else "")
+                label = f"{kind} {mode}" + (", XLA" if forced else "")
                 wrong = errors[label] = stack.error(mode, min(sizes[-1], 64), forced)
                 print(f"{label}: relative error against the definitions {wrong:.1e}", flush=True)
                 if wrong < 0.02:

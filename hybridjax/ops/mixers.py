@@ -294,10 +294,6 @@ lightning_decode = Op("lightning_decode", _lightning_decode)
 gated_delta_output = Op("gated_delta_output", _gated_delta_output)
 gated_delta_net_decode = Op("gated_delta_net_decode", _gated_delta_net_decode)
 
-# The kernels have not been timed beside XLA's fusions on a GPU: they are chosen by name only.
-lightning_decode.register("xla", _lightning_decode_together, platforms=("gpu",))
-for _op in (lightning_rows, lightning_output, gated_delta_output, gated_delta_net_decode):
-    _op.register("xla", _op.reference, platforms=("gpu",))
 for _op, _target, _supports in (
     (lightning_rows, "prompt:lightning_rows", _rows_kernel_fits),
     (lightning_output, "prompt:lightning_output", _output_kernel_fits),
@@ -306,3 +302,4 @@ for _op, _target, _supports in (
     (gated_delta_net_decode, "gated_delta_net:decode", _gated_delta_net_kernel_fits),
 ):
     _op.register("mosaic_gpu", _KERNELS + _target, platforms=("gpu",), supports=_supports)
+lightning_decode.register("xla", _lightning_decode_together, platforms=("gpu",))

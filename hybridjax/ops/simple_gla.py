@@ -322,8 +322,7 @@ def _decode_kernel_fits(q, k, v, slopes, pool, *rest, **options) -> bool:
 
 
 def _verify_kernel_fits(q, k, v, slopes, pool, *rest, **options) -> bool:
-    # It takes 64 nodes; more than 16 have not run on a GPU.
-    return _prefill_kernel_fits(q, k, v, slopes, pool) and q.shape[1] <= 16
+    return _prefill_kernel_fits(q, k, v, slopes, pool) and q.shape[1] <= 64
 
 
 def _prefill_kernel_fits(q, k, v, slopes, pool, *rest, **options) -> bool:

@@ -244,12 +244,12 @@ _DELTA_COLUMNS = _CHANNELS + _VALUES + 2 * VALUE_HEADS
 _HEAD_NORM, _OUT_NORM = _of(jnp.bfloat16, SIZE), _of(jnp.bfloat16, _WIDTH)
 _EPS = 1e-6
 
-# Around the recurrences; not timed yet.
+# Around the recurrences.
 _POINTWISE = (
     Kernel(
         op="lightning_rows",
         target="hybridjax.pallas_kernels.pointwise.prompt:lightning_rows",
-        ran=(),
+        ran=("sm_90",),
         compiles=("sm_90a", "sm_100a", "sm_120a"),
         operands={
             "projected": _LIGHTNING,
@@ -265,7 +265,7 @@ _POINTWISE = (
     Kernel(
         op="lightning_output",
         target="hybridjax.pallas_kernels.pointwise.prompt:lightning_output",
-        ran=(),
+        ran=("sm_90",),
         compiles=("sm_90a", "sm_100a", "sm_120a"),
         operands={
             "out": _of(jnp.float32, _TOKENS, HEADS, SIZE),
@@ -280,7 +280,7 @@ _POINTWISE = (
     Kernel(
         op="gated_delta_output",
         target="hybridjax.pallas_kernels.pointwise.prompt:gated_delta_output",
-        ran=(),
+        ran=("sm_90",),
         compiles=("sm_90a", "sm_100a", "sm_120a"),
         operands={
             "out": _of(jnp.float32, _TOKENS, VALUE_HEADS, SIZE),
@@ -294,7 +294,7 @@ _POINTWISE = (
     Kernel(
         op="lightning_decode",
         target="hybridjax.pallas_kernels.pointwise.lightning:decode",
-        ran=(),
+        ran=("sm_90",),
         compiles=("sm_90a", "sm_100a", "sm_120a"),
         operands={
             "projected": _of(jnp.bfloat16, _ROWS, 4 * _WIDTH),
@@ -311,7 +311,7 @@ _POINTWISE = (
     Kernel(
         op="gated_delta_net_decode",
         target="hybridjax.pallas_kernels.pointwise.gated_delta_net:decode",
-        ran=(),
+        ran=("sm_90",),
         compiles=("sm_90a", "sm_100a", "sm_120a"),
         operands={
             "projected": _of(jnp.bfloat16, _ROWS, _DELTA_COLUMNS),

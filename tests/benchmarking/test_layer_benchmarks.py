@@ -8,7 +8,8 @@ import numpy as np
 import pytest
 
 from benchmarks import layers, pointwise
-from hybridjax.ops.dispatch import OPS, assume, parse_override
+from hybridjax.ops.dispatch import assume, parse_override
+from hybridjax.pallas_kernels.catalog import KERNELS
 
 
 @pytest.mark.parametrize("name", pointwise.CASES)
@@ -39,8 +40,7 @@ def test_a_mixer_is_timed_and_compared_with_the_definitions(monkeypatch, capsys)
     assert all(row["times_limit"] > 0 and row["bytes"] > 0 for row in result["rows"])
 
 
-def test_compared_are_all_kernels_that_are_chosen_by_name_only():
-    named = {op for op, item in parse_override(layers.KERNELS).items() if item == "mosaic_gpu"}
-    assert named == {
-        op for op in OPS if OPS[op].names[:2] == ("xla", "mosaic_gpu") and not op.endswith("whole")
-    }
+def test_compared_are_all_kernels_around_the_recurrences():
+    other = parse_override(layers.FUSIONS)
+    around = {kernel.op for kernel in KERNELS if ".pointwise." in kernel.target}
+    assert set(other) == around and "mosaic_gpu" not in other.values()

@@ -20,7 +20,7 @@ from hybridjax.layers import GatedDeltaNet, LightningAttention
 from hybridjax.ops.dispatch import override
 from hybridjax.pallas_kernels import aot
 
-KERNELS = "lightning_decode=mosaic_gpu,gated_delta_net_decode=mosaic_gpu"
+FUSIONS = "lightning_decode=xla,gated_delta_net_decode=reference"
 CASES = [(kind, "decode", rows) for kind in ("lightning", "gdn") for rows in (1, 64)] + [
     ("gdn", "prefill", 256)
 ]
@@ -69,8 +69,8 @@ def program(kind, mode, rows, layers):
 
 
 for kind, mode, rows in CASES:
-    for form in ("chosen", "kernels") if mode == "decode" else ("chosen",):
-        with override(KERNELS if form == "kernels" else None):
+    for form in ("chosen", "xla") if mode == "decode" else ("chosen",):
+        with override(FUSIONS if form == "xla" else None):
             entries = {layers: program(kind, mode, rows, layers) for layers in (1, 3)}
         counts = {
             layers: sum(not re.search(rf"= .*? ({_FREE})\(", line) for line in lines)

@@ -10,10 +10,10 @@ from compilers import needs_compilers
 
 # A decode step takes as long as it has kernels: at most so many per layer, projections and residual included.
 MOST = {
-    ("lightning", "chosen"): 9,
-    ("lightning", "kernels"): 6,
-    ("gdn", "chosen"): 9,
-    ("gdn", "kernels"): 7,
+    ("lightning", "chosen"): 6,
+    ("lightning", "xla"): 9,
+    ("gdn", "chosen"): 7,
+    ("gdn", "xla"): 9,
 }
 
 
