@@ -7,14 +7,19 @@ from collections.abc import Sequence
 _WEIGHT = 0.3
 # Prefill is never put off for more than this many decode dispatches.
 _MOST_DISPATCHES = 32
+# How much longer than in the best shape a prefill tile may take in a smaller one: few tiles take nearly as
+# long as many, since each step reads all weights.
+_WASTE = 1.25
 
 
 class Pace:
     """Bounds prefill's share of the device's time while requests decode.
 
     A prefill step is made so small that it takes no longer than the decode dispatch that it delays (times
-    share / (1 - share)), if a compiled shape is that small; what it takes beyond that is owed to decoding.
-    Without measurements, prefill and decode steps alternate and prefill steps are as large as they can be.
+    share / (1 - share)), if a compiled shape is that small and wastes no more than a quarter; what it takes beyond
+    that is owed to decoding. Where more requests wait for a prompt than decode, those who decode count less:
+    each request the same, whatever it waits for. Without measurements, prefill and decode steps alternate and
+    prefill steps are as large as they can be.
 
     Args:
       share: of the time, in (0, 1); 1: no bound.
@@ -27,50 +32,58 @@ class Pace:
         self._prefill: dict[int, float] = {}
         self._decode: float | None = None
         self._debt = 0.0
-        # Of steps under way, oldest first: tiles and what they were expected to take; of decoding, 0 and what
-        # it was counted as paying back.
-        self._expected: collections.deque[tuple[int, float]] = collections.deque()
+        # Of steps under way, oldest first: tiles, what they were expected to take, and whom they delay; of
+        # decoding, 0 and what it was counted as paying back.
+        self._expected: collections.deque[tuple[int, float, float]] = collections.deque()
 
     @property
     def owes(self) -> bool:
         """Whether decoding should go first."""
         return self._debt > 0
 
-    def tiles(self, most: int) -> int:
-        """Tiles of the next prefill step while requests decode, at most ``most``."""
-        if self._decode is None or self._factor == 0:
-            return most
-        fitting = [s for s in self._sizes if s <= most and self._seconds(s) * self._factor <= self._decode]
-        return max(fitting, default=min(most, self._sizes[0]))
+    def tiles(self, most: int, delayed: float = 1.0) -> int:
+        """Tiles of the next prefill step, at most ``most``.
 
-    def launched(self, tiles: int, decoding: bool) -> None:
+        Args:
+          delayed: requests that decode over those that wait for a prompt, at most 1; 0: nobody decodes.
+        """
+        factor = self._factor * delayed
+        if self._decode is None or factor == 0:
+            return most
+        seconds = {size: self._seconds(size) for size in self._sizes if size <= most}
+        best = min((took / size for size, took in seconds.items()), default=0.0)
+        efficient = [size for size, took in seconds.items() if took <= _WASTE * best * size]
+        fitting = [size for size in efficient if seconds[size] * factor <= self._decode]
+        return max(fitting, default=min(efficient, default=most))
+
+    def launched(self, tiles: int, delayed: float = 1.0) -> None:
         """Notes a step that has been planned: of so many prefill tiles, or 0 for decoding.
 
         Args:
-          decoding: whether any request decodes; otherwise prefill delays nobody.
+          delayed: as for ``tiles``.
         """
         if not tiles:
             paid = min(self._debt, self._decode or 0.0)
-            self._expected.append((0, paid))
+            self._expected.append((0, paid, 1.0))
             self._debt -= paid
             return
         expected = self._seconds(tiles)
-        self._expected.append((tiles, expected))
-        self._debt = 0.0 if not decoding else self._debt
-        self._owe(expected * self._factor if decoding else 0.0)
+        self._expected.append((tiles, expected, delayed))
+        self._debt = self._debt if delayed else 0.0
+        self._owe(expected * self._factor * delayed)
 
     def took(self, seconds: float) -> None:
         """Tells what the oldest step under way took; 0: unknown."""
         if not self._expected:
             return
-        tiles, expected = self._expected.popleft()
+        tiles, expected, delayed = self._expected.popleft()
         if seconds <= 0:
             return
         if tiles:
             size = self._size(tiles)
             self._prefill[size] = _average(self._prefill.get(size), seconds)
             counted = min(seconds, 4 * expected) if expected else seconds
-            self._owe((counted - expected) * self._factor)
+            self._owe((counted - expected) * self._factor * delayed)
         else:
             self._decode = _average(self._decode, seconds)
             self._owe(expected - seconds if expected else 0.0)
@@ -93,10 +106,13 @@ class Pace:
         return next((size for size in self._sizes if size >= tiles), self._sizes[-1])
 
     def _seconds(self, tiles: int) -> float:
-        """What a step takes; per tile a large one takes no more than a small one: one slow sample passes."""
+        """What a step takes; per tile a large one takes no more than a small one: one slow sample passes.
+
+        A shape that has not been seen is thought to be no worse per tile than a larger one, so it is tried.
+        """
         size = self._size(tiles)
-        known = [self._prefill[s] * max(1.0, size / s) for s in self._sizes if s in self._prefill]
-        return min(known, default=0.0)
+        least = 0.0 if size not in self._prefill else 1.0
+        return min((took * max(least, size / s) for s, took in self._prefill.items()), default=0.0)
 
 
 def _average(old: float | None, new: float) -> float:

@@ -283,8 +283,8 @@ class Scheduler:
 
     def _prefill_plan(self) -> PrefillPlan | None:
         """Short prompts get half the step if there is a long one, and the first long one the rest."""
-        decoding = any(request.scheduled < request.limit for request in self._running)
-        budget = self.pace.tiles(self.tile_budget) if decoding else self.tile_budget
+        delayed = self._delayed()
+        budget = self.pace.tiles(self.tile_budget, delayed)
         half = budget // 2
         rows: list[PrefillRow] = []
         longs: list[Request] = []
@@ -313,8 +313,16 @@ class Scheduler:
         rows = [row for row in rows if self.is_current(row)]
         if not rows:
             return None
-        self.pace.launched(budget - left, decoding)
+        self.pace.launched(budget - left, delayed)
         return PrefillPlan(tuple(rows))
+
+    def _delayed(self) -> float:
+        """Requests that decode over those whose prompts could be computed now, at most 1."""
+        decoding = sum(request.scheduled < request.limit for request in self._running)
+        admissible = 0 if self._refused_at == self._changes else len(self._waiting)
+        room = self.max_running - len(self._running) - len(self._prefilling)
+        prompts = len(self._prefilling) + min(admissible, room)
+        return min(1.0, decoding / max(1, prompts))
 
     def _tiles_left(self, request: Request) -> int:
         return -(-(request.prompt_length - request.scheduled) // TILE)
@@ -427,7 +435,7 @@ class Scheduler:
             rows = self._decode_rows(late)
         if not rows:
             return None
-        self.pace.launched(0, True)
+        self.pace.launched(0)
         return DecodePlan(tuple(rows.values()), max(row.steps for row in rows.values()))
 
     def _decode_rows(self, requests: Sequence[Request]) -> dict[Request, DecodeRow]:

@@ -257,7 +257,7 @@ def test_the_engine_ends_a_request_at_its_deadline():
 
 
 def measured(pace, tiles, seconds):
-    pace.launched(tiles, True)
+    pace.launched(tiles)
     pace.took(seconds)
 
 
@@ -276,6 +276,54 @@ def test_prefill_steps_are_made_to_fit_between_decode_steps():
     assert pace.tiles(8) == 2, "2 tiles cannot take more than twice as long as one"
     measured(pace, 2, 0.012)
     assert pace.tiles(8) == 2
+
+
+def test_prefill_steps_are_not_made_so_small_that_they_waste_time():
+    """A step of 2 tiles takes two thirds of one of 8, since either reads all weights."""
+    pace = Pace(0.5, (2, 8))
+    measured(pace, 0, 0.020)
+    measured(pace, 8, 0.060)
+    assert pace.tiles(8) == 2, "tried, as nothing is known of it"
+    measured(pace, 2, 0.040)
+    assert pace.tiles(8) == 8
+    for _ in range(20):
+        measured(pace, 0, 0.020)
+    measured(pace, 8, 0.060)
+    for _ in range(3):
+        assert pace.owes, "what is longer than a decode dispatch is still paid back"
+        measured(pace, 0, 0.020)
+    assert not pace.owes
+
+
+def test_decoding_counts_less_the_more_requests_wait():
+    """One decodes and four wait: a fifth of what the step takes is owed, not as much."""
+    pace = Pace(0.5, (8,))
+    measured(pace, 0, 0.010)
+    pace.launched(8, 0.25)
+    pace.took(0.080)
+    for _ in range(2):
+        assert pace.owes
+        measured(pace, 0, 0.010)
+    assert not pace.owes
+
+
+def test_a_wave_of_prompts_decodes_together():
+    """Eight prompts at once, steps as measured on a GPU: those who decode do not hold up those who wait."""
+    sizes = {"max_running": 8, "num_slots": 9, "num_pages": 100, "max_prefill_tiles": 8}
+    driver = Driver(**sizes, prefill_share=0.45, prefill_sizes=(2, 8), lag=1)
+    requests = [make_related(f"r{i}", 512, 0, max_tokens=64, ignore_eos=True) for i in range(8)]
+    for request in requests:
+        driver.scheduler.add(request)
+    total = 0.0
+    while driver.scheduler.has_work or driver.in_flight:
+        known = len(driver.plans)
+        driver.step()
+        for plan in driver.plans[known:]:
+            tiles = sum(row.tiles for row in plan.rows) if isinstance(plan, PrefillPlan) else 0
+            seconds = (0.018 if tiles <= 2 else 0.030) if tiles else 0.006 * (1 + 0.03 * len(plan.rows))
+            driver.scheduler.pace.took(seconds)
+            total += seconds
+    assert total < 1.5 * (8 * 0.030 + 64 * 0.0074)
 
 
 def test_a_slow_sample_does_not_stay():
