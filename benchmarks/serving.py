@@ -92,12 +92,14 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="decode steps per dispatch")
+    parser.add_argument("--deterministic", action="store_true", help="every step in the largest shape")
     args = parser.parse_args()
     levels = [int(c) for c in args.concurrency.split(",")]
 
     fields = {
         "max_running_requests": max(levels),
         "num_continuous_decode_steps": args.steps,
+        "enable_deterministic_inference": args.deterministic,
         "context_length": -(-(args.input_len + args.output_len) // 64) * 64,
     }
     start = time.perf_counter()
@@ -109,7 +111,7 @@ def main() -> int:
     passed, counts = offline.check_passes(
         engine, items(engine, max(levels), args.input_len, args.output_len, seed=99)
     )
-    if not passed:
+    if not passed or (args.deterministic and counts["differing"]):
         return 1
 
     bandwidth = copy_bandwidth(2**26 if jax.default_backend() == "cpu" else 2**30)
