@@ -9,6 +9,7 @@ least do its matrix products (operations over the matmul rate).
 
 import argparse
 import dataclasses
+import functools
 import sys
 import time
 
@@ -36,12 +37,20 @@ def stack(config: MiniCPMSALAConfig, layers: int) -> MiniCPMSALAConfig:
     return dataclasses.replace(config, num_hidden_layers=layers, mixer_types=kept)
 
 
-def build(config: MiniCPMSALAConfig, dtype) -> MiniCPMSALA:
-    @nnx.jit
-    def make():
-        return MiniCPMSALA(config, dtype=dtype, rngs=nnx.Rngs(0))
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def _normal(shape: tuple[int, ...], dtype, seed: int) -> jax.Array:
+    return 0.02 * jax.random.normal(jax.random.key(seed), shape, dtype)
 
-    return make()
+
+def build(config: MiniCPMSALAConfig, dtype) -> MiniCPMSALA:
+    """A model of random matrices; a program per shape, since one for all weights compiles for minutes."""
+    graph, parameters = nnx.split(nnx.eval_shape(lambda: MiniCPMSALA(config, dtype=dtype, rngs=nnx.Rngs(0))))
+    leaves, structure = jax.tree.flatten(parameters)
+    made = [
+        jnp.ones(x.shape, x.dtype) if len(x.shape) < 2 else _normal(x.shape, x.dtype, i)
+        for i, x in enumerate(leaves)
+    ]
+    return nnx.merge(graph, jax.tree.unflatten(structure, made))
 
 
 def check(config: MiniCPMSALAConfig) -> float:

@@ -1,7 +1,7 @@
 """Time to first token, inter-token latency and tokens per second of the engine, in process.
 
     python -m benchmarks.serving [--model tiny-sala] [--concurrency 1,8] [--input-len 256] [--output-len 64]
-    python -m benchmarks.serving --model full-shape [--layers 32]      # random weights, wants a GPU
+    python -m benchmarks.serving --model full-shape [--layers 32] [--nvfp4]   # random weights, wants a GPU
 
 Before any time is printed, requests that ran together must equal the same requests run alone, token
 by token. The limit printed beside the speed is what reading the weights once per step would allow at
@@ -17,23 +17,46 @@ import time
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from benchmarks.common import copy_bandwidth, environment, finish
 from hybridjax.benchmarking import offline
 from hybridjax.benchmarking.datasets import Item, random_prompts
 from hybridjax.benchmarking.statistics import spread
 from hybridjax.configs import EngineConfig, MiniCPMSALAConfig
+from hybridjax.layers.linear import DenseWeight, Linear
+from hybridjax.layers.quantized import NVFP4Weight
+from hybridjax.quantization import quantize
 from hybridjax.serving import Engine
 
 
-def full_shape(layers: int, fields: dict) -> Engine:
+def quantize_weights(model: nnx.Module) -> None:
+    """Rounds all weights of linear layers but the head's to NVFP4, in place."""
+    round_to = jax.jit(functools.partial(quantize, rule="static_6"))
+    for path, node in list(nnx.iter_graph(model)):
+        if not isinstance(node, Linear) or "lm_head" in path:
+            continue
+        assert isinstance(dense := node.weight, DenseWeight)
+        rows, columns = dense.shape
+        rounded = round_to(dense.value[...])
+        node.weight = weight = NVFP4Weight((rows, columns), axes=dense.axes)
+        weight.codes.set_value(rounded.codes)
+        weight.scales.set_value(rounded.scales)
+        weight.global_scale.set_value(jnp.broadcast_to(rounded.global_scale, (rows,)))
+
+
+def full_shape(layers: int, nvfp4: bool, fields: dict) -> Engine:
     """An engine around a random MiniCPM-SALA of the released widths."""
     from benchmarks.model_steps import build, stack
+    from hybridjax.serving.quantized import prepare
     from hybridjax.serving.runner import ModelRunner
     from hybridjax.serving.sizing import pool_sizes
 
     config = EngineConfig(model_path="full-shape", **fields)
     model = build(stack(MiniCPMSALAConfig(), layers), jnp.bfloat16)
+    if nvfp4:
+        quantize_weights(model)
+        prepare(config, model)
     return Engine.from_parts(config, ModelRunner(model, config, pool_sizes(config, model)))
 
 
@@ -92,6 +115,7 @@ def main() -> int:
     parser.add_argument("--output-len", type=int, default=64)
     parser.add_argument("--waves", type=int, default=3)
     parser.add_argument("--steps", type=int, default=4, help="decode steps per dispatch")
+    parser.add_argument("--nvfp4", action="store_true", help="quantised weights, of full-shape")
     parser.add_argument("--deterministic", action="store_true", help="every step in the largest shape")
     args = parser.parse_args()
     levels = [int(c) for c in args.concurrency.split(",")]
@@ -103,7 +127,7 @@ def main() -> int:
         "context_length": -(-(args.input_len + args.output_len) // 64) * 64,
     }
     start = time.perf_counter()
-    make = functools.partial(full_shape, args.layers) if args.model == "full-shape" else None
+    make = functools.partial(full_shape, args.layers, args.nvfp4) if args.model == "full-shape" else None
     engine = make(fields) if make else Engine(args.model, **fields)
     ready = time.perf_counter() - start
     print(environment())
