@@ -32,7 +32,13 @@ from hybridjax.ops.dispatch import OPS, override
 # XLA's own fusions around the recurrences.
 FUSIONS = "lightning_decode=xla," + ",".join(
     f"{op}=reference"
-    for op in ("lightning_rows", "lightning_output", "gated_delta_output", "gated_delta_net_decode")
+    for op in (
+        "lightning_rows",
+        "lightning_output",
+        "gated_delta_inputs",
+        "gated_delta_output",
+        "gated_delta_net_decode",
+    )
 )
 
 

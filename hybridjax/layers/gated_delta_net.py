@@ -8,10 +8,10 @@ from hybridjax.batch import Batch, GatedDeltaCache, Mode, Probe
 from hybridjax.configs.qwen4_exp import Qwen4ExpConfig
 from hybridjax.layers.linear import Initializer, Linear
 from hybridjax.ops import (
+    gated_delta_inputs,
     gated_delta_net_decode,
     gated_delta_output,
     gated_delta_prefill,
-    gated_delta_rows,
     gated_delta_whole,
 )
 
@@ -69,7 +69,7 @@ class GatedDeltaNet(nnx.Module):
                 activation=config.gate_activation,
             )
             return self.out_proj(out), GatedDeltaCache(state, conv)
-        rows, conv = gated_delta_rows(
+        rows, conv = gated_delta_inputs(
             projected,
             *parameters,
             batch,

@@ -15,9 +15,9 @@ from hybridjax.ops.index_loss import attention_by_block, index_loss
 from hybridjax.ops.index_selection import SharedBlocks, select_index_blocks
 from hybridjax.ops.infllm import select_blocks, update_compressed
 from hybridjax.ops.mixers import (
+    gated_delta_inputs,
     gated_delta_net_decode,
     gated_delta_output,
-    gated_delta_rows,
     lightning_decode,
     lightning_output,
     lightning_rows,
@@ -49,10 +49,10 @@ __all__ = [
     "experts",
     "gated",
     "gated_delta_decode",
+    "gated_delta_inputs",
     "gated_delta_net_decode",
     "gated_delta_output",
     "gated_delta_prefill",
-    "gated_delta_rows",
     "gated_delta_verify",
     "gated_delta_whole",
     "gated_rms_norm",

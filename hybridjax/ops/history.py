@@ -9,6 +9,8 @@ import jax.numpy as jnp
 
 from hybridjax.batch import TILE, Batch, Mode
 
+_TOP = jnp.iinfo(jnp.int32).max
+
 
 def history(
     x: jax.Array, batch: Batch, pool: jax.Array | None, offsets: tuple[int, ...], *, fill: float = 0
@@ -37,6 +39,35 @@ def history(
     raise NotImplementedError(f"history in mode {batch.mode}")
 
 
+def bounds(batch: Batch) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Where the sequences of a PREFILL stand.
+
+    Returns:
+      int32[B] each: the first and the last position of a sequence in the batch (the largest int32 and -1:
+      it has none), and the row at which position 0 would be: position p is in row ``base + p``.
+    """
+    tiles = batch.positions.reshape(-1, TILE)
+    held = tiles >= 0
+    mine = batch.tile_sequence[None, :] == jnp.arange(batch.slot.shape[0], dtype=jnp.int32)[:, None]
+    first = jnp.min(jnp.where(held, tiles, _TOP), axis=1)
+    last = jnp.max(tiles, axis=1)
+    number = jnp.arange(tiles.shape[0], dtype=jnp.int32)
+    base = TILE * jnp.where(last >= 0, number - last // TILE, _TOP // TILE)
+    least = [jnp.min(jnp.where(mine, x[None, :], _TOP), axis=1) for x in (first, base)]
+    return least[0], jnp.max(jnp.where(mine, last[None, :], -1), axis=1), least[1]
+
+
+def rows_before(batch: Batch, pool: jax.Array, first: jax.Array, *, fill: float = 0) -> jax.Array:
+    """[B, S, ...]: what a PREFILL finds in the pool, the S rows before each sequence's ``first`` position.
+
+    They are read once, before the pool is written: else XLA may read it later again, and write a copy of it.
+    """
+    initial = batch.slot if batch.initial_slot is None else batch.initial_slot
+    size = pool.shape[1]
+    known = first[:, None] >= size - jnp.arange(size, dtype=jnp.int32)[None, :]
+    return jax.lax.optimization_barrier(_where(known, pool[initial], jnp.asarray(fill, pool.dtype)))
+
+
 def _where(condition, x, y):
     """jnp.where with the condition on the leading axes."""
     return jnp.where(condition.reshape(condition.shape + (1,) * (x.ndim - condition.ndim)), x, y)
@@ -48,6 +79,17 @@ def _earlier(x, positions, offset, fill):
     return _where(positions >= offset, shifted, jnp.asarray(fill, x.dtype))
 
 
+def write_rows(pool: jax.Array, slot: jax.Array, rows: jax.Array) -> jax.Array:
+    """The pool with rows [n, S, ...] in slots int32[n], which are distinct; those for slot 0 are dropped.
+
+    Were they written to slot 0, they would queue up for it: XLA exchanges 16-bit numbers in a loop, unless
+    it is told that no two writes meet.
+    """
+    nowhere = pool.shape[0] + jnp.arange(slot.shape[0], dtype=jnp.int32)
+    target = jnp.where(slot > 0, slot, nowhere)
+    return pool.at[target].set(rows.astype(pool.dtype), mode="drop", unique_indices=True)
+
+
 def _decode(x, batch, pool, offsets, fill):
     size = pool.shape[1]
     slot = jnp.where(batch.positions < 0, 0, batch.slot)
@@ -57,43 +99,28 @@ def _decode(x, batch, pool, offsets, fill):
     past = jax.lax.optimization_barrier(_where(known, pool[slot], jnp.asarray(fill, pool.dtype)))
     found = [past[:, size - o].astype(x.dtype) for o in offsets]
     last = jnp.concatenate([past[:, 1:], x[:, None].astype(pool.dtype)], axis=1)
-    return found, pool.at[slot].set(last)
+    return found, write_rows(pool, slot, last)
 
 
 def _prefill(x, batch, pool, offsets, fill):
     size, rows = pool.shape[1], x.shape[0]
     positions = batch.positions
-    sequence = batch.row_sequence
-    slots = batch.slot.shape[0]
-    top = jnp.iinfo(jnp.int32).max
-    live = positions >= 0
-    first = jnp.full((slots,), top, jnp.int32).at[sequence].min(jnp.where(live, positions, top))
-    # The row of each sequence's first token, so that position p lies in row (origin + p).
-    index = jnp.arange(rows, dtype=jnp.int32)
-    origin = jnp.full((slots,), top, jnp.int32).at[sequence].min(jnp.where(live, index, top))
-    # Read once, before the pool is written: else XLA may read it later again, and write a copy of it.
-    initial = batch.slot if batch.initial_slot is None else batch.initial_slot
-    earlier = jax.lax.optimization_barrier(pool[initial])
+    first, last, base = bounds(batch)
+    before = rows_before(batch, pool, first, fill=fill)
 
     def at(position, sequence):
         """The value at a position of a sequence, from the step, its slot, or before its start."""
-        start = first[sequence]
-        row = origin[sequence] + position - start
-        inside = x[jnp.clip(row, 0, rows - 1)]
-        column = size + position - start
-        before = earlier[sequence, jnp.clip(column, 0, size - 1)].astype(x.dtype)
-        found = _where(position >= start, inside, before)
-        return _where(position >= 0, found, jnp.asarray(fill, x.dtype))
+        inside = x[jnp.clip(base[sequence] + position, 0, rows - 1)]
+        column = size + position - first[sequence]
+        return _where(column >= size, inside, before[sequence, jnp.clip(column, 0, size - 1)].astype(x.dtype))
 
-    found = [at(positions - o, sequence) for o in offsets]
+    # Shifting all rows by o and looking for those at a start alone takes XLA on a GPU as long as this.
+    found = [at(positions - o, batch.row_sequence) for o in offsets]
     columns = jnp.arange(size, dtype=jnp.int32)[None, :] - size + 1
-
-    last = jnp.full((slots,), -1, jnp.int32).at[sequence].max(positions)
-    kept = at(last[:, None] + columns, jnp.arange(slots, dtype=jnp.int32)[:, None])
+    kept = at(last[:, None] + columns, jnp.arange(batch.slot.shape[0], dtype=jnp.int32)[:, None])
     target = jnp.where(last >= 0, batch.slot, 0)
     if batch.snapshot_slot is not None:
         ends = positions.reshape(-1, TILE)[:, -1]
-        snapshots = at(ends[:, None] + columns, batch.tile_sequence[:, None])
-        kept = jnp.concatenate([kept, snapshots])
+        kept = jnp.concatenate([kept, at(ends[:, None] + columns, batch.tile_sequence[:, None])])
         target = jnp.concatenate([target, jnp.where(ends >= 0, batch.snapshot_slot, 0)])
-    return found, pool.at[target].set(kept.astype(pool.dtype))
+    return found, write_rows(pool, target, kept)

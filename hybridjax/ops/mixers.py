@@ -102,7 +102,7 @@ def _lightning_decode(
     return lightning_output(out, projected, o_norm, eps=eps, gate=gate), pool
 
 
-def gated_delta_rows(
+def _gated_delta_inputs(
     projected: jax.Array,
     conv_weight: jax.Array,
     A_log: jax.Array,
@@ -115,6 +115,8 @@ def gated_delta_rows(
     value_size: int,
 ) -> tuple[tuple[jax.Array, ...], jax.Array | None]:
     """The operands of the gated delta rule, by a short convolution and SiLU, and its gates (qwen4_exp 4).
+
+    Queries and keys are not normalised: the recurrence does it.
 
     Args:
       projected: [N, channels + Hv * Dv + 2 * Hv]: all of q, k, v, then the output's gates z, b and a.
@@ -133,14 +135,17 @@ def gated_delta_rows(
     q, k, v = jnp.split(mixed, [keys, 2 * keys], axis=-1)
     q, k = (x.reshape(rows, key_heads, key_size) for x in (q, k))
     v = v.reshape(rows, heads, value_size)
-    g, beta = _gates(projected, A_log, dt_bias, together=batch.mode is Mode.DECODE)
+    g, beta = gates(projected, A_log, dt_bias, together=batch.mode is Mode.DECODE)
     return (q, k, v, g, beta), pool
 
 
-def _gates(projected, A_log, dt_bias, *, together: bool) -> tuple[jax.Array, jax.Array]:
-    """g and beta float32[N, Hv]; ``together``: as halves of an array, of which XLA makes one kernel, not two.
+def gates(
+    projected: jax.Array, A_log: jax.Array, dt_bias: jax.Array, *, together: bool = False
+) -> tuple[jax.Array, jax.Array]:
+    """g and beta float32[N, Hv] of gated_delta_inputs.
 
-    That counts in a decode step. Kernels of prompts want each by itself, transposed.
+    ``together``: as halves of an array, of which XLA makes one kernel, not two. That counts in a decode step;
+    kernels of prompts want each by itself, transposed.
     """
     rows, heads = projected.shape[0], A_log.shape[0]
     columns = projected[:, -2 * heads :].astype(jnp.float32)
@@ -190,7 +195,7 @@ def _gated_delta_net_decode(
     """One token of each sequence through a Gated DeltaNet between its projections (qwen4_exp 4, 2 to 8).
 
     Args:
-      projected, conv_weight, A_log, dt_bias, key_heads: see gated_delta_rows.
+      projected, conv_weight, A_log, dt_bias, key_heads: see gated_delta_inputs.
       norm: [Dv], eps, activation: as for gated_rms_norm, which is applied per value head.
       pool: float32[slots, Hv, Dk, Dv], the states.
       conv: [slots, K - 1, channels], the last inputs of the convolution.
@@ -210,7 +215,7 @@ def _gated_delta_net_decode(
         logit_rows=empty,
         mode=Mode.DECODE,
     )
-    rows, kept = gated_delta_rows(
+    rows, kept = _gated_delta_inputs(
         projected,
         conv_weight,
         A_log,
@@ -269,6 +274,14 @@ def _output_kernel_fits(out, projected, o_norm, *, eps, gate) -> bool:
     return _prompt(projected) and fits and o_norm is not None and gate and out.dtype == jnp.float32
 
 
+def _inputs_kernel_fits(
+    projected, conv_weight, A_log, dt_bias, batch, pool, *, key_heads, key_size, value_size
+) -> bool:
+    prompt = batch.mode is Mode.PREFILL and _prompt(projected) and projected.dtype == pool.dtype
+    even = key_heads % 2 == 0 == A_log.shape[0] % 2
+    return prompt and even and key_size == value_size == 128 and conv_weight.shape[-1] == 4
+
+
 def _delta_output_kernel_fits(out, projected, norm, *, first, eps, activation) -> bool:
     return _prompt(projected) and out.shape[2] == 128 and first % 16 == 0 and out.dtype == jnp.float32
 
@@ -290,6 +303,7 @@ def _gated_delta_net_kernel_fits(
 _KERNELS = "hybridjax.pallas_kernels.pointwise."
 lightning_rows = Op("lightning_rows", _lightning_rows)
 lightning_output = Op("lightning_output", _lightning_output)
+gated_delta_inputs = Op("gated_delta_inputs", _gated_delta_inputs)
 lightning_decode = Op("lightning_decode", _lightning_decode)
 gated_delta_output = Op("gated_delta_output", _gated_delta_output)
 gated_delta_net_decode = Op("gated_delta_net_decode", _gated_delta_net_decode)
@@ -297,6 +311,7 @@ gated_delta_net_decode = Op("gated_delta_net_decode", _gated_delta_net_decode)
 for _op, _target, _supports in (
     (lightning_rows, "prompt:lightning_rows", _rows_kernel_fits),
     (lightning_output, "prompt:lightning_output", _output_kernel_fits),
+    (gated_delta_inputs, "inputs:gated_delta_inputs", _inputs_kernel_fits),
     (lightning_decode, "lightning:decode", _lightning_kernel_fits),
     (gated_delta_output, "prompt:gated_delta_output", _delta_output_kernel_fits),
     (gated_delta_net_decode, "gated_delta_net:decode", _gated_delta_net_kernel_fits),

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from hybridjax.ops.dispatch import Op, architecture
+from hybridjax.ops.history import write_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -211,4 +212,4 @@ def tree_history_commit(
     known = place - size + start >= 0
     index, known = (a.reshape(*place.shape, *[1] * (x.ndim - 2)) for a in (index, known))
     rows = jnp.where(known, jnp.take_along_axis(both, index, axis=1), jnp.asarray(fill, pool.dtype))
-    return pool.at[jnp.where(count > 0, slot, 0)].set(rows)
+    return write_rows(pool, jnp.where(count > 0, slot, 0), rows)

@@ -105,7 +105,8 @@ def compile_kernel(kernel, operands: dict, options: dict, architecture: str, dum
     with jax.default_device(topology.devices[0]):
         compiled = run.lower(**operands).compile()
     held = jax.tree.leaves(operands[kernel.held])[0]
-    named = ("u32" if held.dtype == "uint32" else "f32") + "[" + ",".join(map(str, held.shape)) + "]"
+    name = {"uint32": "u32", "bfloat16": "bf16"}.get(str(held.dtype), "f32")
+    named = name + "[" + ",".join(map(str, held.shape)) + "]"
     found = report(compiled.as_text() or "", dump, named)
     return {"op": kernel.op, "architecture": architecture, **found, "limit": gpu.block_shared_memory}
 

@@ -8,6 +8,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from hybridjax.batch import Batch
 from hybridjax.pallas_kernels import state_update, tuning
 from hybridjax.pallas_kernels.gated_delta import hopper as gated_delta
 from hybridjax.pallas_kernels.nvfp4.kernel import Tuning as NVFP4Tuning
@@ -244,6 +245,16 @@ _DELTA_COLUMNS = _CHANNELS + _VALUES + 2 * VALUE_HEADS
 _HEAD_NORM, _OUT_NORM = _of(jnp.bfloat16, SIZE), _of(jnp.bfloat16, _WIDTH)
 _EPS = 1e-6
 
+_FIELDS: dict[str, Any] = {
+    **_PREFILL,
+    "tokens": _of(jnp.int32, _TOKENS),
+    "context_length": _of(jnp.int32, 2),
+    "page_table": _of(jnp.int32, 2, _TOKENS // 64),
+    "logit_rows": _of(jnp.int32, 2),
+    "initial_slot": _of(jnp.int32, 2),
+    "snapshot_slot": _of(jnp.int32, _TOKENS // 64),
+}
+
 # Around the recurrences.
 _POINTWISE = (
     Kernel(
@@ -276,6 +287,22 @@ _POINTWISE = (
         variants=tuple({"stages": stages, "resident": resident} for stages, resident in ((2, 3), (4, 1))),
         held="out",
         writes=False,
+    ),
+    Kernel(
+        op="gated_delta_inputs",
+        target="hybridjax.pallas_kernels.pointwise.inputs:gated_delta_inputs",
+        ran=("sm_90",),
+        compiles=("sm_90a", "sm_100a", "sm_120a"),
+        operands={
+            "projected": _of(jnp.bfloat16, _TOKENS, _DELTA_COLUMNS),
+            "conv_weight": _of(jnp.bfloat16, _CHANNELS, 1, 4),
+            "A_log": _of(jnp.float32, VALUE_HEADS),
+            "dt_bias": _of(jnp.float32, VALUE_HEADS),
+            "batch": Batch(**_FIELDS),
+            "pool": _of(jnp.bfloat16, _SLOTS, 3, _CHANNELS),
+        },
+        options={"key_heads": KEY_HEADS, "key_size": SIZE, "value_size": SIZE},
+        variants=({"together": 4}, {"together": 16}),
     ),
     Kernel(
         op="gated_delta_output",

@@ -155,6 +155,36 @@ def test_a_prefill_starts_from_another_slot_and_leaves_snapshots_of_full_tiles()
     np.testing.assert_array_equal(after[np.array([3, 4, 7])], pool[np.array([3, 4, 7])])
 
 
+@settings(max_examples=25)
+@given(data=st.data())
+def test_chunks_may_start_and_end_anywhere_in_a_tile(data):
+    """Up to three sequences go on where others stopped, some before as many tokens as are looked back at."""
+    rng = np.random.default_rng(data.draw(st.integers(0, 2**16)))
+    chunks, values, tiles = [], [], TILES
+    for i in range(data.draw(st.integers(1, SEQUENCES))):
+        start = data.draw(st.integers(0, 6) | st.integers(0, 200))
+        room = tiles - (SEQUENCES - i - 1)
+        last = min(start + 150, (start // TILE + room) * TILE)
+        end = data.draw(st.integers(start + 1, last))
+        tiles -= -(-end // TILE) - start // TILE
+        chunks.append((i + 1, start, end))
+        values.append(rng.standard_normal((end, 2)).astype(np.float32))
+    source = {i: i + 4 for i in range(len(chunks)) if data.draw(st.booleans())}
+    batch, rows = prefill_batch(chunks, initial=source)
+    pool, x = jnp.full((SLOTS, SIZE, 2), jnp.nan), np.full((TILES * TILE, 2), np.nan, np.float32)
+    for i, (slot, start, end) in enumerate(chunks):
+        x[rows[i]] = values[i][start:end]
+        held = kept(values[i], start, np.nan) if start else np.full((SIZE, 2), np.nan)
+        pool = pool.at[source.get(i, slot)].set(held)
+    found, after = _STEP(jnp.asarray(x), batch, pool, OFFSETS, fill=7.0)
+    for (slot, start, end), mine, r in zip(chunks, values, rows):
+        for offset, got in zip(OFFSETS, found):
+            np.testing.assert_array_equal(got[r], [before(mine, p, offset, 7.0) for p in range(start, end)])
+        np.testing.assert_array_equal(after[slot], kept(mine, end, 7.0))
+    others = np.arange(len(chunks) + 1, SLOTS)
+    np.testing.assert_array_equal(after[others], pool[others])
+
+
 def test_token_ids_keep_their_type_and_fill():
     """The n-gram window: int32 rows without further axes, an id before the start."""
     batch, rows = prefill_batch([(1, 0, 70)])

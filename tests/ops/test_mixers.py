@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from hybridjax.batch import Batch, Mode
 from hybridjax.ops import mixers
 from hybridjax.ops.dispatch import assume
 
@@ -37,10 +38,10 @@ def test_queries_and_keys_in_one_array_give_what_the_definition_gives(parts):
 
 def test_gates_are_the_same_as_halves_of_one_array():
     projected, rate, bias = normal(0, 5, 30), normal(1, 6), normal(2, 6)
-    for want, got in zip(*(mixers._gates(projected, rate, bias, together=x) for x in (False, True))):
+    for want, got in zip(*(mixers.gates(projected, rate, bias, together=x) for x in (False, True))):
         np.testing.assert_allclose(got, want, rtol=1e-6)
     step = np.asarray(projected[:, -6:], np.float64) + np.asarray(bias)
-    g, _ = mixers._gates(projected, rate, bias, together=True)
+    g, _ = mixers.gates(projected, rate, bias, together=True)
     np.testing.assert_allclose(g, -np.exp(rate) * np.logaddexp(0, step), rtol=1e-5)
 
 
@@ -60,9 +61,52 @@ def rows_kernel(rows, dtype=jnp.bfloat16, size=SIZE, theta=THETA, architecture="
         )
 
 
+def inputs_kernel(
+    mode=Mode.PREFILL,
+    rows=128,
+    dtype=jnp.bfloat16,
+    heads=4,
+    size=SIZE,
+    taps=4,
+    architecture="sm_90",
+    name=None,
+):
+    nothing = jnp.zeros((0,), jnp.int32)
+    batch = Batch(
+        tokens=jnp.zeros((rows,), jnp.int32),
+        positions=jnp.zeros((rows,), jnp.int32),
+        tile_sequence=jnp.zeros((rows // 64,), jnp.int32),
+        context_length=nothing,
+        slot=jnp.zeros((1,), jnp.int32),
+        page_table=nothing[None],
+        logit_rows=nothing,
+        mode=mode,
+    )
+    channels, per_head = (4 + heads) * size, jnp.zeros((heads,), jnp.float32)
+    with assume(architecture):
+        return mixers.gated_delta_inputs.select(
+            jnp.zeros((rows, channels + heads * size + 16), dtype),
+            jnp.zeros((channels, 1, taps), dtype),
+            per_head,
+            per_head,
+            batch,
+            jnp.zeros((2, taps - 1, channels), dtype),
+            key_heads=2,
+            key_size=size,
+            value_size=size,
+            implementation=name,
+        )
+
+
 def test_a_kernel_is_chosen_where_it_ran():
-    assert rows_kernel(128) == "mosaic_gpu"
-    assert {rows_kernel(128, architecture=other) for other in ("cpu", "sm_100")} == {"reference"}
+    for kernel in (rows_kernel, inputs_kernel):
+        assert kernel(rows=128) == "mosaic_gpu"
+        assert {kernel(rows=128, architecture=other) for other in ("cpu", "sm_100")} == {"reference"}
+
+
+@pytest.mark.parametrize("mode", [Mode.WHOLE, Mode.DECODE])
+def test_training_and_decoding_keep_the_definition_of_the_inputs(mode):
+    assert inputs_kernel(mode) == "reference"
 
 
 @pytest.mark.parametrize(
@@ -78,3 +122,20 @@ def test_a_kernel_is_chosen_where_it_ran():
 def test_what_a_kernel_does_not_hold_is_refused_by_name(unfit):
     with pytest.raises(NotImplementedError, match=r"lightning_rows.*mosaic_gpu.*\["):
         rows_kernel(**{"rows": 128, "name": "mosaic_gpu", **unfit})
+
+
+@pytest.mark.parametrize(
+    "unfit",
+    [
+        {"rows": 96},
+        {"dtype": jnp.float32},
+        {"size": 64},
+        {"heads": 3},
+        {"taps": 3},
+        {"mode": Mode.DECODE},
+        {"architecture": "sm_100"},
+    ],
+)
+def test_inputs_that_the_kernel_does_not_hold_are_refused_by_name(unfit):
+    with pytest.raises(NotImplementedError, match=r"gated_delta_inputs.*mosaic_gpu.*\["):
+        inputs_kernel(**{"name": "mosaic_gpu", **unfit})

@@ -20,7 +20,7 @@ from hybridjax.layers import GatedDeltaNet, LightningAttention
 from hybridjax.ops.dispatch import override
 from hybridjax.pallas_kernels import aot
 
-FUSIONS = "lightning_decode=xla,gated_delta_net_decode=reference"
+FUSIONS = "lightning_decode=xla,gated_delta_net_decode=reference,gated_delta_output=reference"
 CASES = [(kind, "decode", rows) for kind in ("lightning", "gdn") for rows in (1, 64)] + [
     ("gdn", "prefill", 256)
 ]
