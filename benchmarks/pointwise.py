@@ -5,8 +5,8 @@
 Each implementation is first compared with a float64 formula; a wrong one is not timed. A time is the sum of
 the kernels of one call (CUPTI), beside their number. The limit: the bytes that a call must move over the rate
 of a large copy in the same run; what a call at few rows moves stays in the cache. ``gated_delta_inputs`` is a
-prefill of one sequence, but up to a tile of 64 rows a decode step, which has kernels only as a whole. With --torch the same formulas, compiled
-by torch.compile, are timed at the largest size as replayed CUDA graphs.
+prefill of one sequence, but up to a tile of 64 rows a decode step, of which only the whole is a kernel. With
+--torch the same formulas, compiled by torch.compile, are timed at the largest size as replayed CUDA graphs.
 """
 
 import argparse
