@@ -12,7 +12,7 @@ from hybridjax.configs.qwen4_exp import PAGE_SIZE
 from hybridjax.layers.linear import Initializer, Linear
 from hybridjax.layers.norm import CenteredRMSNorm
 from hybridjax.layers.paging import as_pages, row_pages, whole_page_table, write_rows
-from hybridjax.ops import SharedBlocks, block_attention, gated, rotary, select_index_blocks
+from hybridjax.ops import SharedBlocks, block_attention, gated, rotary, scatter, select_index_blocks
 
 
 class IndexedAttention(nnx.Module):
@@ -176,16 +176,11 @@ class IndexedAttention(nnx.Module):
             keys = self._index_keys(raw, rope)
             page, column = page[ratio - 1 :: ratio], column[ratio - 1 :: ratio]
             live = live & ~jnp.repeat(ends, ratio)
-        # Rows that leave nothing behind are dropped: on a GPU, a thousand writes to one place queue up.
-        slot = jnp.where(live, slot, cache.pending.shape[0])
-        pending = cache.pending.at[slot, positions % ratio].set(raw, mode="drop")
-        first = jnp.where(positions % ratio == 0, slot, cache.pending.shape[0])
+        pending = scatter.write_rows(cache.pending, live, raw, slot, positions % ratio)
+        first = live & (positions % ratio == 0)
         triple = rope if rope.ndim == 2 else jnp.broadcast_to(rope[:, None], (rope.shape[0], 3))
-        pending_rope = cache.pending_rope.at[first].set(triple, mode="drop")
+        pending_rope = scatter.write_rows(cache.pending_rope, first, triple, slot)
         if batch.mode is Mode.DECODE:
             keys = self._compress(pending[slot], pending_rope[slot])
-        page = jnp.where(ends, page, cache.index_keys.shape[0])
-        index_keys = cache.index_keys.at[page, column // ratio].set(
-            keys.astype(cache.index_keys.dtype), mode="drop"
-        )
+        index_keys = scatter.write_rows(cache.index_keys, ends, keys, page, column // ratio)
         return dataclasses.replace(cache, index_keys=index_keys, pending=pending, pending_rope=pending_rope)

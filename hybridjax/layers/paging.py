@@ -4,6 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from hybridjax.batch import Batch
+from hybridjax.ops import scatter
 
 
 def row_pages(batch: Batch, page_size: int) -> tuple[jax.Array, jax.Array]:
@@ -16,9 +17,7 @@ def row_pages(batch: Batch, page_size: int) -> tuple[jax.Array, jax.Array]:
 
 def write_rows(pool: jax.Array, page: jax.Array, column: jax.Array, rows: jax.Array) -> jax.Array:
     """pool [pages, G, page_size, D] with rows [N, G, D] at their pages and columns; page 0 takes none."""
-    # On a GPU, many padding rows written to one place would queue up.
-    page = jnp.where(page > 0, page, pool.shape[0])
-    return pool.at[page, :, column].set(rows.astype(pool.dtype), mode="drop")
+    return scatter.write_rows(pool, page > 0, rows, page, slice(None), column)
 
 
 def as_pages(rows: jax.Array, page_size: int) -> jax.Array:

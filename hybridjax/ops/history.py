@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 
 from hybridjax.batch import TILE, Batch, Mode
+from hybridjax.ops.scatter import write_rows
 
 _TOP = jnp.iinfo(jnp.int32).max
 
@@ -79,17 +80,6 @@ def _earlier(x, positions, offset, fill):
     return _where(positions >= offset, shifted, jnp.asarray(fill, x.dtype))
 
 
-def write_rows(pool: jax.Array, slot: jax.Array, rows: jax.Array) -> jax.Array:
-    """The pool with rows [n, S, ...] in slots int32[n], which are distinct; those for slot 0 are dropped.
-
-    Were they written to slot 0, they would queue up for it: XLA exchanges 16-bit numbers in a loop, unless
-    it is told that no two writes meet.
-    """
-    nowhere = pool.shape[0] + jnp.arange(slot.shape[0], dtype=jnp.int32)
-    target = jnp.where(slot > 0, slot, nowhere)
-    return pool.at[target].set(rows.astype(pool.dtype), mode="drop", unique_indices=True)
-
-
 def _decode(x, batch, pool, offsets, fill):
     size = pool.shape[1]
     slot = jnp.where(batch.positions < 0, 0, batch.slot)
@@ -99,7 +89,7 @@ def _decode(x, batch, pool, offsets, fill):
     past = jax.lax.optimization_barrier(_where(known, pool[slot], jnp.asarray(fill, pool.dtype)))
     found = [past[:, size - o].astype(x.dtype) for o in offsets]
     last = jnp.concatenate([past[:, 1:], x[:, None].astype(pool.dtype)], axis=1)
-    return found, write_rows(pool, slot, last)
+    return found, write_rows(pool, slot > 0, last, slot)
 
 
 def _prefill(x, batch, pool, offsets, fill):
@@ -123,4 +113,4 @@ def _prefill(x, batch, pool, offsets, fill):
         ends = positions.reshape(-1, TILE)[:, -1]
         kept = jnp.concatenate([kept, at(ends[:, None] + columns, batch.tile_sequence[:, None])])
         target = jnp.concatenate([target, jnp.where(ends >= 0, batch.snapshot_slot, 0)])
-    return found, write_rows(pool, target, kept)
+    return found, write_rows(pool, target > 0, kept, target)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 from hybridjax.batch import TILE
 from hybridjax.configs.minicpm_sala import SparseConfig
 from hybridjax.ops.dispatch import Op, einsum_f32, tiles_at_once
+from hybridjax.ops.scatter import write_rows
 
 PER_BLOCK = 4  # compressed keys per block
 _SEGMENT = 128  # blocks whose scores are computed together on a CPU
@@ -48,7 +49,8 @@ def _update_compressed(
 
     Args:
       keys: [pages, G, block, D]; compressed: [pages, G, 4, D]; coarse: [pages, G, D].
-      page, previous_page: int32[M] pages of the block and of the one before it (any page for block 0).
+      page, previous_page: int32[M] pages of the block, distinct where it holds keys, and of the one before it
+        (any page for block 0).
       block: int32[M] index of the block in its sequence.
       last: int32[M] column of the last key written in it, -1 for none.
 
@@ -62,7 +64,8 @@ def _update_compressed(
     done = done & ((entry > 0)[None, :] | (block > 0)[:, None])
     fine = jnp.where(done[:, None, :, None], fine, compressed[page])
     wide = jnp.where(((last == keys.shape[2] - 1) & (block > 0))[:, None, None], wide, coarse[page])
-    return compressed.at[page].set(fine), coarse.at[page].set(wide)
+    held = last >= 0
+    return write_rows(compressed, held, fine, page), write_rows(coarse, held, wide, page)
 
 
 def block_scores(

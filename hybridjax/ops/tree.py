@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 from hybridjax.ops.dispatch import Op, architecture
-from hybridjax.ops.history import write_rows
+from hybridjax.ops.scatter import write_rows
 
 _HIGHEST = jax.lax.Precision.HIGHEST
 
@@ -212,4 +212,4 @@ def tree_history_commit(
     known = place - size + start >= 0
     index, known = (a.reshape(*place.shape, *[1] * (x.ndim - 2)) for a in (index, known))
     rows = jnp.where(known, jnp.take_along_axis(both, index, axis=1), jnp.asarray(fill, pool.dtype))
-    return write_rows(pool, jnp.where(count > 0, slot, 0), rows)
+    return write_rows(pool, (count > 0) & (slot > 0), rows, slot)
