@@ -19,8 +19,11 @@ from hybridjax.ops.dispatch import architecture
 from hybridjax.pallas_kernels import tuning as tuning_table
 
 SIZE = 128  # of keys and values
-_COLUMNS = plgpu.Layout.WGMMA.reduce(0)
-_ROWS = plgpu.Layout.WGMMA.reduce(1)
+# Of 32 columns a warp has eight, of all rows, so that sums over rows stay within it; its lanes are 16 rows of
+# four columns, twice.
+_STATE = plgpu.Layout.TILED(plgpu.Tiling(((16, 32), (16, 8), (4,))), (-4,), (-2, -3), -1)
+_COLUMNS = _STATE.reduce(0)
+ROWS = _STATE.reduce(1)
 
 
 def swizzled(bytes_per_row: int, itemsize: int) -> tuple:
@@ -74,7 +77,7 @@ def choose(op: str, rows: int, heads: int, processors: int, override: Tuning | N
 
 def load_key(ref) -> jax.Array:
     """float32[128] from global memory, one element per row of the state."""
-    return plgpu.load(ref, layout=_ROWS, optimized=False).astype(jnp.float32)
+    return plgpu.load(ref, layout=ROWS, optimized=False).astype(jnp.float32)
 
 
 def load_value(ref) -> jax.Array:
@@ -103,6 +106,7 @@ def update(
     *,
     tuning: Tuning,
     multiprocessors: int,
+    prepare: Callable[[Any], Any] | None = None,
     interpret: Any = None,
 ) -> tuple[jax.Array, jax.Array]:
     """Runs one token of B sequences; a state is read and written exactly once.
@@ -112,6 +116,7 @@ def update(
     Args:
       name: of the kernel in profiles.
       load: called as ``load(refs, row, head, columns)``: what ``advance`` needs of these.
+      prepare: what is to be made of it first, while the state is on its way; ``load`` then only reads.
       advance: called as ``advance(loaded, state float32[128, columns])``: float32[columns] and the new state.
       operands: arrays whose references ``load`` gets.
       pool: float32[slots, H, 128, 128]; slot, positions: int32[B], slots of live rows are distinct.
@@ -144,39 +149,45 @@ def update(
 
         def fetch(step):
             row, head, own, buffer, ours = piece(step)
+            # Asked for together: one answer after the other would take twice as long.
+            position, slot = positions_ref[row], slot_ref[row]
 
-            @pl.when(ours & (positions_ref[row] >= 0))
+            @pl.when(ours & (jnp.minimum(position, slot) >= 0))
             def _():
-                source = pool_ref.at[slot_ref[row], head, :, own]
+                source = pool_ref.at[slot, head, :, own]
                 plgpu.copy_gmem_to_smem(source, smem.at[buffer], barriers.at[buffer])
 
+        # What is only read may be asked for before the state, whose slot is still on its way.
+        early = prepare is not None and steps == 1
+        asked = load(operand_refs, *piece(jnp.int32(0))[:3]) if early else None
         for step in range(stages if stages == steps else stages - 1):
             fetch(jnp.int32(step))
 
         def body(step, _):
             row, head, own, buffer, ours = piece(step)
-            position = positions_ref[row]
-            live = ours & (position >= 0)
-            loaded = load(operand_refs, row, head, own)
+            position, slot = positions_ref[row], slot_ref[row]
+            live = ours & (jnp.minimum(position, slot) >= 0)
 
             @pl.when(live)
             def _():
+                loaded = asked if early else load(operand_refs, row, head, own)
+                loaded = loaded if prepare is None else prepare(loaded)
                 plgpu.barrier_wait(barriers.at[buffer])
-                state = plgpu.load(smem.at[buffer], layout=plgpu.Layout.WGMMA)
+                state = plgpu.load(smem.at[buffer], layout=_STATE, optimized=False)
                 # A select: whatever the slot of a fresh sequence holds, also NaN, must not show.
                 fresh = jax.lax.broadcast_in_dim(position, state.shape, ()) == 0
                 state = jnp.where(fresh, 0.0, state)
                 out, state = advance(loaded, state)
                 smem[buffer] = state
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(smem.at[buffer], pool_ref.at[slot_ref[row], head, :, own])
+                plgpu.copy_smem_to_gmem(smem.at[buffer], pool_ref.at[slot, head, :, own])
                 out_ref[row, head, own] = out
 
             @pl.when(jnp.logical_not(live))
             def _():
                 plgpu.commit_smem_to_gmem_group()  # so that the waits below count steps
 
-            @pl.when(ours & (position < 0))
+            @pl.when(ours & jnp.logical_not(live))
             def _():
                 out_ref[row, head, own] = plgpu.layout_cast(jnp.zeros((columns,), jnp.float32), _COLUMNS)
 
@@ -186,7 +197,10 @@ def update(
                 fetch(step + stages - 1)
             return ()
 
-        jax.lax.fori_loop(0, steps, body, ())
+        if steps == 1:
+            body(jnp.int32(0), ())
+        else:
+            jax.lax.fori_loop(0, steps, body, ())
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
     kernel.__name__ = name
@@ -199,6 +213,8 @@ def update(
             plgpu.SMEM((stages, SIZE, columns), jnp.float32, transforms=_SWIZZLED),
             plgpu.Barrier(num_barriers=stages),
         ],
+        # A thread reads of a piece what it writes, and the copy engine waits for a commit_smem.
+        compiler_params=plgpu.CompilerParams(unsafe_no_auto_barriers=True),
         interpret=interpret,
     )
     pool_ref = jax.new_ref(pool)

@@ -51,22 +51,22 @@ def decode(
     def load(refs, row, head, own):
         q_ref, k_ref, v_ref, g_ref, beta_ref = refs
         key_head = jax.lax.div(head, jnp.int32(share))
-        return (
-            load_key(q_ref.at[row, key_head]),
-            load_key(k_ref.at[row, key_head]),
-            load_value(v_ref.at[row, head, own]),
-            jnp.exp(g_ref[row, head]),
-            beta_ref[row, head],
-        )
+        g, beta = g_ref[row, head], beta_ref[row, head]
+        q, k = load_key(q_ref.at[row, key_head]), load_key(k_ref.at[row, key_head])
+        return q, k, load_value(v_ref.at[row, head, own]), g, beta
+
+    def prepare(loaded):
+        q, k, v, g, beta = loaded
+        q, k = _unit(q) * SIZE**-0.5, _unit(k)
+        return q, k, jnp.sum(q * k), v, jnp.exp(g), beta
 
     def advance(loaded, state):
-        q, k, v, decay, beta = loaded
-        q, k = _unit(q) * SIZE**-0.5, _unit(k)
+        q, k, alike, v, decay, beta = loaded
         # Both reads of the decayed state in one pass: q^T (S + k d^T) = q^T S + (q^T k) d^T.
         known, seen = (decay * jnp.sum(by_row(x, columns) * state, axis=0) for x in (k, q))
         delta = beta * (v - known)
         state = decay * state + by_row(k, columns) * by_column(delta, columns)
-        return seen + jnp.sum(q * k) * delta, state
+        return seen + alike * delta, state
 
     return state_update.update(
         "gated_delta_decode",
@@ -78,5 +78,6 @@ def decode(
         positions,
         tuning=chosen,
         multiprocessors=cores,
+        prepare=prepare,
         interpret=interpret,
     )

@@ -68,16 +68,21 @@ def decode(
         q, k = (load_key(mixed_ref.at[row, first + key]) for first in (0, key_heads))
         v = load_value(mixed_ref.at[row, 2 * key_heads + head, own])
         beta, step = (projected_ref[row, gates + first + head].astype(jnp.float32) for first in (0, heads))
-        step = step + bias_ref[head]
+        return q, k, v, beta, step, bias_ref[head], rate_ref[head]
+
+    def prepare(loaded):
+        q, k, v, beta, step, bias, rate = loaded
+        step = step + bias
         softplus = jnp.maximum(step, 0.0) + jnp.log(1.0 + jnp.exp(-jnp.abs(step)))
-        return q, k, v, jnp.exp(-jnp.exp(rate_ref[head]) * softplus), sigmoid(beta)
+        return q, k, jnp.sum(q * k), v, jnp.exp(-jnp.exp(rate) * softplus), sigmoid(beta)
 
     def advance(loaded, state):
-        q, k, v, decay, beta = loaded
-        state = decay * state
-        delta = beta * (v - jnp.sum(by_row(k, columns) * state, axis=0))
-        state = state + by_row(k, columns) * by_column(delta, columns)
-        return jnp.sum(by_row(q, columns) * state, axis=0), state
+        q, k, alike, v, decay, beta = loaded
+        # Both reads of the decayed state in one pass: q^T (S + k d^T) = q^T S + (q^T k) d^T.
+        known, seen = (decay * jnp.sum(by_row(x, columns) * state, axis=0) for x in (k, q))
+        delta = beta * (v - known)
+        state = decay * state + by_row(k, columns) * by_column(delta, columns)
+        return seen + alike * delta, state
 
     out, pool = state_update.update(
         "gated_delta_net_decode",
@@ -89,6 +94,7 @@ def decode(
         positions,
         tuning=chosen,
         multiprocessors=cores,
+        prepare=prepare,
         interpret=interpret,
     )
     y = _output(out, projected, norm, channels, eps, activation, interpret)

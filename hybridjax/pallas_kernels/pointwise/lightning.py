@@ -19,7 +19,7 @@ from hybridjax.pallas_kernels.simple_gla.decode import advance
 from hybridjax.pallas_kernels.state_update import SIZE, Tuning, load_value, multiprocessors
 
 _HALF = SIZE // 2
-_HALF_ROWS = plgpu.Layout.WGMMA.reduce(1)
+_HALF_ROWS = state_update.ROWS
 
 
 def _load_half(ref) -> jax.Array:
