@@ -411,7 +411,6 @@ KERNELS = (
         options={},
         variants=tuple({"stages": stages} for stages in (2, 3)),
         tuned=_prompts("gated_delta_prefill", VALUE_HEADS, gated_delta.HEURISTIC),
-        spills=512,  # addresses that three warpgroups of 168 registers each keep over the loop
     ),
     Kernel(
         op="simple_gla_verify",

@@ -210,6 +210,23 @@ def test_a_long_prompt_goes_round_all_buffers_which_are_even(options):
         simple_gla_prefill(rows, after, *batch, **{**options, "stages": 3})
 
 
+@pytest.mark.parametrize("stages", [0, 2])
+def test_corrections_of_a_long_prompt_go_round_all_buffers(stages, one_multiprocessor):
+    tokens = 5 * TILE - 5
+    rows = gated_delta_rows(14, 5 * TILE)
+    index = jnp.arange(5 * TILE, dtype=jnp.int32)
+    batch = jnp.array([1], jnp.int32), jnp.zeros((5,), jnp.int32), jnp.where(index < tokens, index, -1)
+    out, after = gated_delta_prefill(rows, jnp.full((2, 3, SIZE, SIZE), jnp.nan), *batch, stages=stages)
+    state, want = np.zeros((3, SIZE, SIZE)), []
+    for token in zip(*(x[:tokens] for x in exact(*rows))):
+        state, o = gated_delta_token(state, *token)
+        want.append(o)
+    close(out[:tokens], want, 5e-3)
+    close(after[1], state, 5e-3)
+    with pytest.raises(ValueError, match="stages must be 2"):
+        gated_delta_prefill(rows, after, *batch, stages=1)
+
+
 @pytest.mark.parametrize("op", PREFILL)
 def test_a_batch_without_tokens_gives_zeros_and_touches_no_slot(op):
     run, make, _, heads = PREFILL[op]
