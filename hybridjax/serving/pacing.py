@@ -16,10 +16,10 @@ class Pace:
     """Bounds prefill's share of the device's time while requests decode.
 
     A prefill step is made so small that it takes no longer than the decode dispatch that it delays (times
-    share / (1 - share)), if a compiled shape is that small and wastes no more than a quarter; what it takes beyond
-    that is owed to decoding. Where more requests wait for a prompt than decode, those who decode count less:
-    each request the same, whatever it waits for. Without measurements, prefill and decode steps alternate and
-    prefill steps are as large as they can be.
+    share / (1 - share)), if a compiled shape is that small and wastes no more than a quarter; what it takes
+    beyond that is owed to decoding. Where more requests wait for a prompt than decode, those who decode count
+    less: each request the same, whatever it waits for. Without measurements, prefill and decode steps
+    alternate and prefill steps are as large as they can be.
 
     Args:
       share: of the time, in (0, 1); 1: no bound.
