@@ -436,7 +436,7 @@ KERNELS = (
             **_gated_delta(_ROWS, _NODES),
             **_verify(_ROWS, _NODES),
         },
-        others=({**_gated_delta(1, 64), **_verify(1, 64)},),
+        others=tuple({**_gated_delta(1, n), **_verify(1, n)} for n in (_NODES, 64)),
         variants=_PARTS,
         tensor_cores=True,
         options={},

@@ -83,7 +83,7 @@ def verify_and_commit(op, rows, gates, pool, slot, positions, parent, path, tuni
     return out, commit(*applied, pool, slot, positions, jnp.asarray(path), tuning=tuning)
 
 
-@pytest.mark.parametrize("cores", [1, 132])  # all columns of a state in one program, or half of them
+@pytest.mark.parametrize("cores", [1, 3, 132])  # one buffer, two for all columns of a state, half of them
 @pytest.mark.parametrize(
     ("nodes", "dtype"),
     [(1, "bfloat16"), (15, "float16"), (16, "bfloat16"), (24, "bfloat16"), (50, "bfloat16")],
