@@ -85,8 +85,8 @@ class EngineConfig:
     )
     max_prefill_share: float = flag(
         0.45,
-        "share of the device's time that prompts may take while others decode, as far as prefill steps "
-        "can be made small enough; 1: prefill and decode steps just alternate",
+        "share of the device's time that prompts may take while others decode, unless more requests wait for "
+        "a prompt than decode; 1: prefill and decode steps just alternate",
     )
     max_queued_requests: int = flag(1024, "requests that may wait; more are refused with HTTP 503")
     max_total_tokens: int | None = flag(None, "tokens that the K/V pools hold over all requests")

@@ -270,27 +270,32 @@ def _rows_kernel_fits(projected, q_norm, k_norm, positions, *, heads, size, eps,
 
 def _output_kernel_fits(out, projected, o_norm, *, eps, gate) -> bool:
     heads, size = out.shape[1:]
-    fits = size == 128 and projected.shape[1] % 128 == 0 and heads <= 64
+    fits = size == 128 and projected.shape[1] % 128 == 0 == heads % 2 and heads <= 64
     return _prompt(projected) and fits and o_norm is not None and gate and out.dtype == jnp.float32
 
 
 def _inputs_kernel_fits(
     projected, conv_weight, A_log, dt_bias, batch, pool, *, key_heads, key_size, value_size
 ) -> bool:
-    prompt = batch.mode is Mode.PREFILL and _prompt(projected) and projected.dtype == pool.dtype
+    if batch.mode is not Mode.PREFILL or pool is None or not _prompt(projected):
+        return False
     even = key_heads % 2 == 0 == A_log.shape[0] % 2
-    return prompt and even and key_size == value_size == 128 and conv_weight.shape[-1] == 4
+    taps = conv_weight.shape[-1] == 4 and pool.shape[1] == 3
+    return even and taps and key_size == value_size == 128 and projected.dtype == pool.dtype
 
 
 def _delta_output_kernel_fits(out, projected, norm, *, first, eps, activation) -> bool:
-    return _prompt(projected) and out.shape[2] == 128 and first % 16 == 0 and out.dtype == jnp.float32
+    # The copy engine swizzles lines of up to 64 columns, where the row is a multiple of one.
+    line = next((n for n in (64, 32, 16) if projected.shape[1] % n == 0), 1)
+    return _prompt(projected) and out.shape[2] == 128 and first % line == 0 and out.dtype == jnp.float32
 
 
 def _lightning_kernel_fits(
     projected, q_norm, k_norm, o_norm, slopes, pool, *rest, theta, gate, **options
 ) -> bool:
     all_parts = gate and theta is not None and all(x is not None for x in (q_norm, k_norm, o_norm))
-    return _heads_of_128(pool) and all_parts and projected.dtype in (jnp.bfloat16, jnp.float16)
+    even = pool.shape[1] % 2 == 0
+    return _heads_of_128(pool) and all_parts and even and projected.dtype in (jnp.bfloat16, jnp.float16)
 
 
 def _gated_delta_net_kernel_fits(

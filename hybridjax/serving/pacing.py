@@ -50,7 +50,8 @@ class Pace:
         factor = self._factor * delayed
         if self._decode is None or factor == 0:
             return most
-        seconds = {size: self._seconds(size) for size in self._sizes if size <= most}
+        hoped = {size: self._hoped(size) for size in self._sizes if size <= most}
+        seconds = {size: took for size, took in hoped.items() if took is not None}
         best = min((took / size for size, took in seconds.items()), default=0.0)
         efficient = [size for size, took in seconds.items() if took <= _WASTE * best * size]
         fitting = [size for size in efficient if seconds[size] * factor <= self._decode]
@@ -106,13 +107,22 @@ class Pace:
         return next((size for size in self._sizes if size >= tiles), self._sizes[-1])
 
     def _seconds(self, tiles: int) -> float:
-        """What a step takes; per tile a large one takes no more than a small one: one slow sample passes.
-
-        A shape that has not been seen is thought to be no worse per tile than a larger one, so it is tried.
-        """
+        """What a step takes; per tile a large one takes no more than a small one: one slow sample passes."""
         size = self._size(tiles)
         least = 0.0 if size not in self._prefill else 1.0
         return min((took * max(least, size / s) for s, took in self._prefill.items()), default=0.0)
+
+    def _hoped(self, size: int) -> float | None:
+        """What a shape takes; of one that has not been seen the least that it can take, so that it is tried.
+
+        None: too little is known. Shapes are tried one after the other, each once.
+        """
+        if size in self._prefill:
+            return self._seconds(size)
+        smaller = [s for s in self._sizes if s < size]
+        if smaller and smaller[-1] in self._prefill:
+            return self._seconds(smaller[-1])
+        return min((took * size / s for s, took in self._prefill.items() if s > size), default=None)
 
 
 def _average(old: float | None, new: float) -> float:

@@ -319,9 +319,14 @@ class Scheduler:
     def _delayed(self) -> float:
         """Requests that decode over those whose prompts could be computed now, at most 1."""
         decoding = sum(request.scheduled < request.limit for request in self._running)
-        admissible = 0 if self._refused_at == self._changes else len(self._waiting)
-        room = self.max_running - len(self._running) - len(self._prefilling)
-        prompts = len(self._prefilling) + min(admissible, room)
+        prompts, pages = len(self._prefilling), self.memory.pages
+        room = min(self.max_running - len(self._running) - prompts, _OVERTAKERS)
+        left = pages.available + pages.num_idle - self._spare(self.admitted)
+        for request in itertools.islice(self._waiting, room):
+            left -= self.memory.pages_for(request.known_length)
+            if left < 0:
+                break
+            prompts += 1
         return min(1.0, decoding / max(1, prompts))
 
     def _tiles_left(self, request: Request) -> int:

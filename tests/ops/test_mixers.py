@@ -139,3 +139,22 @@ def test_what_a_kernel_does_not_hold_is_refused_by_name(unfit):
 def test_inputs_that_the_kernel_does_not_hold_are_refused_by_name(unfit):
     with pytest.raises(NotImplementedError, match=r"gated_delta_inputs.*mosaic_gpu.*\["):
         inputs_kernel(**{"name": "mosaic_gpu", **unfit})
+
+
+@pytest.mark.parametrize(("heads", "chosen"), [(4, "mosaic_gpu"), (5, "reference")])
+def test_threads_of_the_output_kernel_own_pairs_of_channels(heads, chosen):
+    out = jax.ShapeDtypeStruct((64, heads, 128), jnp.float32)
+    projected = jax.ShapeDtypeStruct((64, 4 * heads * 128), jnp.bfloat16)
+    norm = jax.ShapeDtypeStruct((heads * 128,), jnp.bfloat16)
+    with assume("sm_90"):
+        assert mixers.lightning_output.select(out, projected, norm, eps=EPS, gate=True) == chosen
+
+
+@pytest.mark.parametrize(("first", "chosen"), [(32, "mosaic_gpu"), (16, "reference")])
+def test_gates_begin_where_the_copy_engine_can(first, chosen):
+    out = jax.ShapeDtypeStruct((64, 1, 128), jnp.float32)
+    projected = jax.ShapeDtypeStruct((64, 160), jnp.bfloat16)
+    norm = jax.ShapeDtypeStruct((128,), jnp.bfloat16)
+    options = {"first": first, "eps": EPS, "activation": "silu"}
+    with assume("sm_90"):
+        assert mixers.gated_delta_output.select(out, projected, norm, **options) == chosen

@@ -113,6 +113,19 @@ def test_ragged_prompts_read_slots_and_leave_their_last_inputs(dtype):
     np.testing.assert_array_equal(exact(after)[1:], left[1:])
 
 
+@pytest.mark.parametrize(("start", "end"), [(127, 129), (62, 130)])
+def test_what_lies_before_a_first_tile_of_one_or_two_tokens_counts_in_the_next(start, end):
+    batch, (rows,) = ragged([(start, end)], 3, [1, 0], None, None)
+    projected = jnp.full((3 * TILE, COLUMNS), jnp.nan, jnp.bfloat16)
+    projected = projected.at[rows].set(normal(5, len(rows), COLUMNS))
+    pool = normal(6, 4, TAPS - 1, CHANNELS)
+    (q, k, v, *_), after = run(projected, batch, pool)
+    *want, _, _, x = formulas(exact(projected)[rows], exact(pool[1]), jnp.bfloat16)
+    for got, right in zip((q, k, v), want):
+        assert np.abs(exact(got)[rows] - right).max() <= 0.005 * np.abs(right).max()
+    np.testing.assert_array_equal(exact(after[1]), x[-3:])
+
+
 def test_cutting_a_prompt_on_the_grid_changes_no_bit():
     tokens, tiles = 2 * TILE + 9, 3
     projected, pool = normal(7, tiles * TILE, COLUMNS), normal(8, 3, TAPS - 1, CHANNELS)

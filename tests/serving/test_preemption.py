@@ -295,6 +295,48 @@ def test_prefill_steps_are_not_made_so_small_that_they_waste_time():
     assert not pace.owes
 
 
+def test_larger_steps_are_tried_after_a_short_first_prompt():
+    """A step costs 30 ms and 1 ms a tile: what small steps take says nothing of large ones."""
+    pace = Pace(0.45, (2, 8, 32))
+    pace.launched(2, 0.0)
+    pace.took(0.032)
+    measured(pace, 0, 0.024)
+    used = []
+    for _ in range(4):
+        used.append(pace.tiles(32))
+        measured(pace, used[-1], 0.030 + 0.001 * used[-1])
+        while pace.owes:
+            measured(pace, 0, 0.024)
+    assert used == [8, 32, 32, 32]
+
+
+def test_an_absurd_first_sample_does_not_leave_the_smallest_step_alone():
+    pace = Pace(0.45, (1, 4, 16))
+    measured(pace, 16, 60.0)
+    measured(pace, 0, 0.030)
+    for _ in range(6):
+        measured(pace, pace.tiles(16), 0.010 + 0.0005 * pace.tiles(16))
+        while pace.owes:
+            measured(pace, 0, 0.030)
+    assert pace.tiles(16) == 4, "16 would take up to four times as long, too long beside 30 ms"
+
+
+def test_prompts_without_room_do_not_count_as_waiting():
+    driver = Driver(num_pages=30, max_running=8, num_slots=9)
+    driver.scheduler.add(long_output("decoding", 60, 300))
+    driver.step()
+    assert driver.scheduler._delayed() == 1.0
+    for i in range(6):
+        driver.scheduler.add(make_related(f"r{i}", 100, 0, max_tokens=2))
+    assert driver.scheduler._delayed() == 1 / 6
+    driver = Driver(num_pages=8, max_running=8, num_slots=9)
+    driver.scheduler.add(long_output("decoding", 60, 300))
+    driver.step()
+    for i in range(6):
+        driver.scheduler.add(make_related(f"r{i}", 400, 0, max_tokens=2))
+    assert driver.scheduler._delayed() == 1.0
+
+
 def test_decoding_counts_less_the_more_requests_wait():
     """One decodes and four wait: a fifth of what the step takes is owed, not as much."""
     pace = Pace(0.5, (8,))

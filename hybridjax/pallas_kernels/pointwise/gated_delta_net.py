@@ -52,7 +52,7 @@ def decode(
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
     """As ops.gated_delta_net_decode for heads of 128, four taps, float32 states, inputs in the rows' dtype.
 
-    Rows with position -1 give zeros and touch no slot. Live rows must have distinct slots.
+    Rows with position -1 touch no slot; what they give means nothing. Live rows must have distinct slots.
     """
     heads, channels = pool.shape[1], conv_weight.shape[0]
     share = heads // key_heads  # value heads per key head

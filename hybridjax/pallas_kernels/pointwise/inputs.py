@@ -30,11 +30,11 @@ _PARAMETERS = plgpu.CompilerParams(approx_math=True, unsafe_no_auto_barriers=Tru
 
 
 def describe(batch: Batch) -> jax.Array:
-    """int32[5, T], what the kernel must know of the tiles of a PREFILL.
+    """int32[6, T], what the kernel must know of the tiles of a PREFILL.
 
-    Column of the first token and the column behind the last one (0: no tokens), the sequence if its tokens
-    begin here (-1: they continue the tile before), the slot to keep the last inputs in if they end here (0:
-    none), and the slot of the snapshot (0: none).
+    Column of the first token and the column behind the last one (0: no tokens), the sequence, how many of the
+    last three rows of the tile before are tokens of it (-1: it begins here), the slot to keep the last inputs
+    in if they end here (0: none), and the slot of the snapshot (0: none).
     """
     tiles, sequence = batch.positions.reshape(-1, TILE), batch.tile_sequence
     held = tiles >= 0
@@ -42,14 +42,15 @@ def describe(batch: Batch) -> jax.Array:
     low = jnp.argmax(held, axis=1).astype(jnp.int32)
     follows = (sequence[1:] == sequence[:-1]) & held[:-1, -1] & (tiles[1:, 0] == tiles[:-1, -1] + 1)
     none = jnp.zeros((1,), bool)
-    begins = ~jnp.concatenate([none, follows])
+    known = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.minimum(count[:-1], _PAST)])
     ends = ~jnp.concatenate([follows, none]) & (count > 0)
     snapshot = jnp.zeros_like(sequence) if batch.snapshot_slot is None else batch.snapshot_slot
     return jnp.stack(
         [
             low,
             jnp.where(count > 0, low + count, 0),
-            jnp.where(begins, sequence, -1),
+            sequence,
+            jnp.where(jnp.concatenate([none, follows]), known, -1),
             jnp.where(ends, batch.slot[sequence], 0),
             jnp.where(held[:, -1], snapshot, 0),
         ]
@@ -86,7 +87,7 @@ def gated_delta_inputs(
     def kernel(tiles_ref, projected_ref, weight_ref, before_ref, pool_ref, *rest):
         *results, smem, loaded = rest
         tile, piece = jax.lax.axis_index("tile"), jax.lax.axis_index("piece")
-        low, end, begins, own, snapshot = (tiles_ref[i, tile] for i in range(5))
+        low, end, sequence, known, own, snapshot = (tiles_ref[i, tile] for i in range(6))
         here, columns = tile * TILE, pl.ds(piece * _WIDTH, _WIDTH)
 
         def read(ref):
@@ -95,12 +96,12 @@ def gated_delta_inputs(
         @pl.when(end > 0)
         def _():
             # Row r of the tile lies at _PAST + r.
-            @pl.when(begins < 0)
+            @pl.when(known >= 0)
             def _():
                 source = projected_ref.at[pl.ds(here - _PAST, _PAST + TILE), columns]
                 plgpu.copy_gmem_to_smem(source, smem, loaded)
 
-            @pl.when(begins >= 0)
+            @pl.when(known < 0)
             def _():
                 source = projected_ref.at[pl.ds(here, TILE), columns]
                 plgpu.copy_gmem_to_smem(source, smem.at[pl.ds(_PAST, TILE)], loaded)
@@ -108,10 +109,17 @@ def gated_delta_inputs(
             weights = [read(weight_ref.at[j, columns]).astype(jnp.float32) for j in range(TAPS)]
             plgpu.barrier_wait(loaded)
 
-            @pl.when(begins >= 0)
+            @pl.when(known < 0)
             def _():
                 for j in range(_PAST):
-                    smem[low + j] = read(before_ref.at[begins, j, columns])
+                    smem[low + j] = read(before_ref.at[sequence, j, columns])
+
+            for few in range(1, _PAST):
+
+                @pl.when(known == few)
+                def _(few=few):
+                    for j in range(_PAST - few):
+                        smem[j] = read(before_ref.at[sequence, few + j, columns])
 
             for slot in (own, snapshot):
 

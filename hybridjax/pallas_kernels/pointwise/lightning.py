@@ -47,7 +47,7 @@ def decode(
 ) -> tuple[jax.Array, jax.Array]:
     """As ops.lightning_decode with norms, rotation and gate, heads of 128 and a float32 pool.
 
-    Rows with position -1 give zeros and touch no slot. Live rows must have distinct slots.
+    Rows with position -1 touch no slot; what they give means nothing. Live rows must have distinct slots.
     """
     assert gate
     heads, dtype = pool.shape[1], projected.dtype
