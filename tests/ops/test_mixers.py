@@ -1,5 +1,6 @@
 """Around the recurrences: forms for XLA against the definitions, and which kernels may be asked for."""
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
