@@ -71,7 +71,7 @@ def pair(request, tmp_path_factory):
         ).quantize()
         path = str(target)
     with (
-        Engine(path, **COMMON | CROWDED | fields, schedule_policy="lpm", max_prefill_share=0.7) as crowded,
+        Engine(path, **COMMON | CROWDED | fields, schedule_policy="lpm", max_prefill_share=1.0) as crowded,
         reference(path) as plain,
     ):
         yield crowded, Answers(plain)
