@@ -66,17 +66,14 @@ class Stack:
             heads, self.hidden = sala.lightning_nh, sala.hidden_size
             sizes = sala.lightning_head_dim, sala.lightning_head_dim
             layers = [
-                filled(lambda: LightningAttention(sala, **shared, rngs=nnx.Rngs(0)), i) for i in range(copies)
+                # Its vectors are weights of norms.
+                filled(lambda: LightningAttention(sala, **shared, rngs=nnx.Rngs(0)), i, vector=lambda _: 1.0)
+                for i in range(copies)
             ]
             states = jax.ShapeDtypeStruct((slots, heads, *sizes), jnp.float32)
             cache = RecurrentCache(states)
             self.convolved = 0
         self.states = 2 * 4 * heads * sizes[0] * sizes[1]
-        for layer in layers:
-            # The weights of its norms, which ``filled`` leaves at zero.
-            for norm in (getattr(layer, name, None) for name in ("q_norm", "k_norm", "o_norm")):
-                if norm is not None:
-                    norm.weight[...] = jnp.ones_like(norm.weight[...])
         split = [nnx.split(layer) for layer in layers]
         self.graph, self.parameters = split[0][0], [parameters for _, parameters in split]
         self.caches = [noise_like(cache, 0.1, 7 + i) for i in range(copies)]

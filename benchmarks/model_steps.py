@@ -9,7 +9,6 @@ least do its matrix products (operations over the matmul rate).
 
 import argparse
 import dataclasses
-import functools
 import sys
 import time
 
@@ -19,6 +18,7 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.common import copy_bandwidth, environment, finish, matmul_rate
+from benchmarks.qwen4_exp_common import filled
 from hybridjax.batch import TILE, Batch, Mode
 from hybridjax.benchmarking.statistics import spread
 from hybridjax.configs import EngineConfig, MiniCPMSALAConfig
@@ -37,20 +37,9 @@ def stack(config: MiniCPMSALAConfig, layers: int) -> MiniCPMSALAConfig:
     return dataclasses.replace(config, num_hidden_layers=layers, mixer_types=kept)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 1))
-def _normal(shape: tuple[int, ...], dtype, seed: int) -> jax.Array:
-    return 0.02 * jax.random.normal(jax.random.key(seed), shape, dtype)
-
-
 def build(config: MiniCPMSALAConfig, dtype) -> MiniCPMSALA:
-    """A model of random matrices; a program per shape, since one for all weights compiles for minutes."""
-    graph, parameters = nnx.split(nnx.eval_shape(lambda: MiniCPMSALA(config, dtype=dtype, rngs=nnx.Rngs(0))))
-    leaves, structure = jax.tree.flatten(parameters)
-    made = [
-        jnp.ones(x.shape, x.dtype) if len(x.shape) < 2 else _normal(x.shape, x.dtype, i)
-        for i, x in enumerate(leaves)
-    ]
-    return nnx.merge(graph, jax.tree.unflatten(structure, made))
+    """A model of random matrices; its vectors are weights of norms."""
+    return filled(lambda: MiniCPMSALA(config, dtype=dtype, rngs=nnx.Rngs(0)), 0, vector=lambda _: 1.0)
 
 
 def check(config: MiniCPMSALAConfig) -> float:

@@ -62,10 +62,21 @@ def noise(shape: tuple[int, ...], dtype: Any, scale: float, seed: int) -> jax.Ar
 _make_noise = jax.jit(noise, static_argnums=(0, 1, 2))
 
 
-def filled(make: Callable[[], Any], seed: int, known: dict[Any, jax.Array] | None = None) -> Any:
-    """The module with matrices of noise (deviation 0.02) and plain vectors: norms 1, decay rates e^0.5.
+def plain(name: str) -> float:
+    """Elements of a vector of Qwen4Exp: norms 1, decay rates e^0.5."""
+    return 1.0 if "norm_weight" in name or "dt_bias" in name else 0.5 if "A_log" in name else 0.0
 
-    Arrays in ``known``, by path and shape, are taken from there; new ones are added.
+
+def filled(
+    make: Callable[[], Any],
+    seed: int,
+    known: dict[Any, jax.Array] | None = None,
+    vector: Callable[[str], float] = plain,
+) -> Any:
+    """The module with matrices of noise (deviation 0.02) and plain vectors; a program per shape.
+
+    One program for all arrays would compile for minutes. Arrays in ``known``, by path and shape, are taken
+    from there; new ones are added. ``vector`` gives the elements of a vector with a path.
     """
     known = {} if known is None else known
     graph, parameters = nnx.split(nnx.eval_shape(make))
@@ -74,11 +85,9 @@ def filled(make: Callable[[], Any], seed: int, known: dict[Any, jax.Array] | Non
     for i, (path, leaf) in enumerate(leaves):
         name = jax.tree_util.keystr(path)
         if (name, leaf.shape) not in known:
-            value = 1.0 if "norm_weight" in name or "dt_bias" in name else 0.5 if "A_log" in name else 0.0
-            vector = len(leaf.shape) < 2
             known[name, leaf.shape] = (
-                jnp.full(leaf.shape, value, leaf.dtype)
-                if vector
+                jnp.full(leaf.shape, vector(name), leaf.dtype)
+                if len(leaf.shape) < 2
                 else _make_noise(leaf.shape, leaf.dtype, 0.02, seed * 1000 + i)
             )
         out.append(known[name, leaf.shape])

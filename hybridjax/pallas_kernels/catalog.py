@@ -244,6 +244,11 @@ _LIGHTNING = _of(jnp.bfloat16, _TOKENS, 4 * _WIDTH)
 _DELTA_COLUMNS = _CHANNELS + _VALUES + 2 * VALUE_HEADS
 _HEAD_NORM, _OUT_NORM = _of(jnp.bfloat16, SIZE), _of(jnp.bfloat16, _WIDTH)
 _EPS = 1e-6
+_DELTA_WEIGHTS = {
+    "conv_weight": _of(jnp.bfloat16, _CHANNELS, 1, 4),
+    "A_log": _of(jnp.float32, VALUE_HEADS),
+    "dt_bias": _of(jnp.float32, VALUE_HEADS),
+}
 
 _FIELDS: dict[str, Any] = {
     **_PREFILL,
@@ -295,9 +300,7 @@ _POINTWISE = (
         compiles=("sm_90a", "sm_100a", "sm_120a"),
         operands={
             "projected": _of(jnp.bfloat16, _TOKENS, _DELTA_COLUMNS),
-            "conv_weight": _of(jnp.bfloat16, _CHANNELS, 1, 4),
-            "A_log": _of(jnp.float32, VALUE_HEADS),
-            "dt_bias": _of(jnp.float32, VALUE_HEADS),
+            **_DELTA_WEIGHTS,
             "batch": Batch(**_FIELDS),
             "pool": _of(jnp.bfloat16, _SLOTS, 3, _CHANNELS),
         },
@@ -342,9 +345,7 @@ _POINTWISE = (
         compiles=("sm_90a", "sm_100a", "sm_120a"),
         operands={
             "projected": _of(jnp.bfloat16, _ROWS, _DELTA_COLUMNS),
-            "conv_weight": _of(jnp.bfloat16, _CHANNELS, 1, 4),
-            "A_log": _of(jnp.float32, VALUE_HEADS),
-            "dt_bias": _of(jnp.float32, VALUE_HEADS),
+            **_DELTA_WEIGHTS,
             "norm": _HEAD_NORM,
             "pool": _of(jnp.float32, _SLOTS, VALUE_HEADS, SIZE, SIZE),
             "conv": _of(jnp.bfloat16, _SLOTS, 3, _CHANNELS),

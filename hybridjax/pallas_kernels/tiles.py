@@ -24,6 +24,20 @@ def choose(
     return found.options  # pyright: ignore[reportReturnType]
 
 
+def spans(positions: jax.Array, snapshot_slot: jax.Array | None) -> jax.Array:
+    """int32[3, T]: first row of each tile that holds a token, the row behind the last, its snapshot slot.
+
+    Args:
+      positions: int32[N], -1 for padding.
+      snapshot_slot: int32[T], taken as 0 where a tile's last row holds no token; None: all 0.
+    """
+    held = positions.reshape(-1, TILE) >= 0
+    low = jnp.argmax(held, axis=1).astype(jnp.int32)
+    snapshot = jnp.zeros_like(low) if snapshot_slot is None else snapshot_slot
+    count = jnp.sum(held, axis=1, dtype=jnp.int32)
+    return jnp.stack([low, low + count, jnp.where(held[:, -1], snapshot, 0)])
+
+
 def describe(
     slot: jax.Array,
     tile_sequence: jax.Array,
@@ -37,16 +51,13 @@ def describe(
 
     Returns:
       int32[5, B]: first tile of each sequence, its tiles, those of them with tokens, the slot that its
-      state comes from (-1: none, a zero state) and the slot that it goes to (0: nowhere); and int32[3, T]:
-      first row of each tile that holds a token, the row behind the last, its snapshot slot (0: none).
+      state comes from (-1: none, a zero state) and the slot that it goes to (0: nowhere); and ``spans``.
     """
     tiles = positions.reshape(-1, TILE)
-    held = tiles >= 0
-    count = jnp.sum(held, axis=1, dtype=jnp.int32)
-    low = jnp.argmax(held, axis=1).astype(jnp.int32)
+    found = spans(positions, snapshot_slot)
     index = jnp.arange(tiles.shape[0], dtype=jnp.int32)
     mine = tile_sequence[None, :] == jnp.arange(slot.shape[0], dtype=jnp.int32)[:, None]
-    live = mine & (count > 0)[None, :]
+    live = mine & (found[1] > 0)[None, :]
     first = jnp.min(jnp.where(mine, index[None, :], tiles.shape[0]), axis=1)
     fresh = jnp.any(mine & jnp.any(tiles == 0, axis=1)[None, :], axis=1)
     alive = jnp.any(live, axis=1)
@@ -60,5 +71,4 @@ def describe(
             jnp.where(alive, slot, 0),
         ]
     )
-    snapshot = jnp.zeros_like(index) if snapshot_slot is None else snapshot_slot
-    return sequences, jnp.stack([low, low + count, jnp.where(held[:, -1], snapshot, 0)])
+    return sequences, found

@@ -283,6 +283,8 @@ class Scheduler:
 
     def _prefill_plan(self) -> PrefillPlan | None:
         """Short prompts get half the step if there is a long one, and the first long one the rest."""
+        if not (self._prefilling or self._waiting):
+            return None
         delayed = self._delayed()
         budget = self.pace.tiles(self.tile_budget, delayed)
         half = budget // 2
@@ -319,6 +321,8 @@ class Scheduler:
     def _delayed(self) -> float:
         """Requests that decode over those whose prompts could be computed now, at most 1."""
         decoding = sum(request.scheduled < request.limit for request in self._running)
+        if not decoding:
+            return 0.0
         prompts, pages = len(self._prefilling), self.memory.pages
         room = min(self.max_running - len(self._running) - prompts, _OVERTAKERS)
         left = pages.available + pages.num_idle - self._spare(self.admitted)

@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreting import interpreted
+from prompts import ragged
 
 from hybridjax.batch import TILE, Batch, Mode
 from hybridjax.pallas_kernels.pointwise import inputs
@@ -23,29 +24,19 @@ def exact(x):
     return np.asarray(jnp.asarray(x).astype(jnp.float32), np.float64)
 
 
-def ragged(chunks, tiles, slot, initial, snapshot):
+def prefill(chunks, tiles, slot, initial, snapshot):
     """A PREFILL of (start, end) chunks, sequences that have none behind them, and the rows of each chunk."""
-    positions = np.full(tiles * TILE, -1, np.int32)
-    tile_sequence = np.full(tiles, len(slot) - 1, np.int32)
-    rows, tile = [], 0
-    for i, (start, end) in enumerate(chunks):
-        base = (tile - start // TILE) * TILE
-        positions[base + start : base + end] = np.arange(start, end)
-        rows.append(np.arange(base + start, base + end))
-        last = tile + -(-end // TILE) - start // TILE
-        tile_sequence[tile:last] = i
-        tile = last
-    nothing = jnp.zeros((0,), jnp.int32)
+    tile_sequence, positions, rows = ragged(chunks, tiles)
     batch = Batch(
         tokens=jnp.zeros((tiles * TILE,), jnp.int32),
-        positions=jnp.asarray(positions),
-        tile_sequence=jnp.asarray(tile_sequence),
+        positions=positions,
+        tile_sequence=tile_sequence,
         context_length=jnp.zeros((len(slot),), jnp.int32),
         slot=jnp.asarray(slot, jnp.int32),
         initial_slot=None if initial is None else jnp.asarray(initial, jnp.int32),
         snapshot_slot=None if snapshot is None else jnp.asarray(snapshot, jnp.int32),
         page_table=jnp.zeros((len(slot), 0), jnp.int32),
-        logit_rows=nothing,
+        logit_rows=jnp.zeros((0,), jnp.int32),
         mode=Mode.PREFILL,
     )
     return batch, rows
@@ -92,7 +83,7 @@ def test_ragged_prompts_read_slots_and_leave_their_last_inputs(dtype):
         8,
         0,
     ]  # the second and the fourth tile are not full
-    batch, where = ragged(chunks, 7, own, source, snapshot)
+    batch, where = prefill(chunks, 7, own, source, snapshot)
     projected = jnp.where((batch.positions < 0)[:, None], jnp.nan, normal(5, 7 * TILE, COLUMNS, dtype=dtype))
     # What lies before a first token, in slot 0 and in slots of nobody must not show.
     pool = normal(6, 12, TAPS - 1, CHANNELS, dtype=dtype).at[jnp.array([0, 1, 3, 11])].set(jnp.nan)
@@ -115,7 +106,7 @@ def test_ragged_prompts_read_slots_and_leave_their_last_inputs(dtype):
 
 @pytest.mark.parametrize(("start", "end"), [(127, 129), (62, 130)])
 def test_what_lies_before_a_first_tile_of_one_or_two_tokens_counts_in_the_next(start, end):
-    batch, (rows,) = ragged([(start, end)], 3, [1, 0], None, None)
+    batch, (rows,) = prefill([(start, end)], 3, [1, 0], None, None)
     projected = jnp.full((3 * TILE, COLUMNS), jnp.nan, jnp.bfloat16)
     projected = projected.at[rows].set(normal(5, len(rows), COLUMNS))
     pool = normal(6, 4, TAPS - 1, CHANNELS)
@@ -129,12 +120,12 @@ def test_what_lies_before_a_first_tile_of_one_or_two_tokens_counts_in_the_next(s
 def test_cutting_a_prompt_on_the_grid_changes_no_bit():
     tokens, tiles = 2 * TILE + 9, 3
     projected, pool = normal(7, tiles * TILE, COLUMNS), normal(8, 3, TAPS - 1, CHANNELS)
-    batch, _ = ragged([(0, tokens)], tiles, [1, 0], None, None)
+    batch, _ = prefill([(0, tokens)], tiles, [1, 0], None, None)
     whole, after = run(projected, batch, pool)
     for cut in (TILE, 2 * TILE):
         parts, kept = [], pool
         for start, end in ((0, cut), (cut, tokens)):
-            batch, (rows,) = ragged([(start, end)], 2, [1, 0], None, None)
+            batch, (rows,) = prefill([(start, end)], 2, [1, 0], None, None)
             held = jnp.full((2 * TILE, COLUMNS), jnp.nan, jnp.bfloat16).at[rows].set(projected[start:end])
             found, kept = run(held, batch, kept)
             parts.append([x[rows] for x in found])
@@ -145,6 +136,6 @@ def test_cutting_a_prompt_on_the_grid_changes_no_bit():
 
 def test_a_batch_without_tokens_touches_no_slot():
     pool = normal(9, 3, TAPS - 1, CHANNELS).at[1].set(jnp.nan)
-    batch, _ = ragged([], 1, [1, 2], None, [2])
+    batch, _ = prefill([], 1, [1, 2], None, [2])
     _, after = run(jnp.full((TILE, COLUMNS), jnp.nan, jnp.bfloat16), batch, pool)
     np.testing.assert_array_equal(exact(after), exact(pool))

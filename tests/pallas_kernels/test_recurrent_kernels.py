@@ -4,6 +4,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from interpreting import interpreted
+from prompts import ragged
 
 from hybridjax.batch import TILE
 from hybridjax.pallas_kernels import gated_delta, simple_gla
@@ -110,21 +111,6 @@ def test_a_row_does_not_depend_on_its_neighbours_or_the_tuning(op):
     alone, pool_alone = run([x[1:2] for x in rows], pool, slot[1:2], positions[1:2])
     np.testing.assert_array_equal(alone[0], out[1])
     np.testing.assert_array_equal(pool_alone[3], after[3])
-
-
-def ragged(chunks, tiles):
-    """Rows of (start, end) chunks in tiles: tile_sequence, positions, row numbers of each chunk."""
-    positions = np.full(tiles * TILE, -1, np.int32)
-    tile_sequence = np.full(tiles, len(chunks), np.int32)
-    rows, tile = [], 0
-    for i, (start, end) in enumerate(chunks):
-        base = (tile - start // TILE) * TILE
-        positions[base + start : base + end] = np.arange(start, end)
-        rows.append(np.arange(base + start, base + end))
-        last = tile + -(-end // TILE) - start // TILE
-        tile_sequence[tile:last] = i
-        tile = last
-    return jnp.asarray(tile_sequence), jnp.asarray(positions), rows
 
 
 def simple_gla_prefill(rows, *batch, **options):

@@ -385,3 +385,44 @@ def scheduler_of(**changes) -> Scheduler:
         "num_decode_steps": 4,
     }
     return Scheduler(**(arguments | changes))
+
+
+class Driver:
+    """Runs a scheduler on a fake device; ``lag`` steps are launched before the first one is read."""
+
+    def __init__(self, lag=0, **changes):
+        self.scheduler = scheduler_of(**changes)
+        arguments = {k: v for k, v in changes.items() if k in ("num_pages", "num_slots")}
+        self.runner = FakeRunner(**arguments)
+        self.lag, self.in_flight, self.plans = lag, [], []
+
+    def step(self):
+        """Launches the next plan and reads what is due; returns the plan."""
+        plan = self.scheduler.next_plan()
+        if plan is not None:
+            self.in_flight.append((plan, self.runner.launch(plan)))
+            self.plans.append(plan)
+        if len(self.in_flight) > (self.lag if plan is not None else 0):
+            old, handle = self.in_flight.pop(0)
+            result = self.runner.read(handle)
+            for column, row in enumerate(old.rows):
+                if self.scheduler.is_current(row):
+                    self.scheduler.confirm(row)
+                    new = result.tokens[len(row.forced) :, column]
+                    row.request.output += [int(t) for t in new if t >= 0]
+                    if len(row.request.output) == row.request.max_tokens:
+                        self.scheduler.finish(row.request, "length")
+        self.scheduler.check_integrity()
+        assert self.runner.violations == []
+        return plan
+
+    def finish(self, *requests):
+        while self.scheduler.has_work or self.in_flight:
+            self.step()
+            assert len(self.plans) < 5000, "nothing gets on"
+        for request in requests:
+            assert request.output == expected_tokens(request, 101)
+
+
+def long_output(name, length=60, tokens=200, **params):
+    return make_related(name, length, 0, max_tokens=tokens, ignore_eos=True, **params)

@@ -6,10 +6,12 @@ import weakref
 
 import pytest
 from serving_fakes import (
+    Driver,
     FakeRunner,
     Recorder,
     alone,
     expected_tokens,
+    long_output,
     make_related,
     prompt_of,
     scheduler_of,
@@ -17,50 +19,8 @@ from serving_fakes import (
 )
 
 from hybridjax.serving import SamplingParams
-from hybridjax.serving.pacing import Pace
 from hybridjax.serving.plan import DecodePlan, PrefillPlan
 from hybridjax.serving.waiting import WaitingQueue
-
-
-class Driver:
-    """Runs a scheduler on a fake device; ``lag`` steps are launched before the first one is read."""
-
-    def __init__(self, lag=0, **changes):
-        self.scheduler = scheduler_of(**changes)
-        arguments = {k: v for k, v in changes.items() if k in ("num_pages", "num_slots")}
-        self.runner = FakeRunner(**arguments)
-        self.lag, self.in_flight, self.plans = lag, [], []
-
-    def step(self):
-        """Launches the next plan and reads what is due; returns the plan."""
-        plan = self.scheduler.next_plan()
-        if plan is not None:
-            self.in_flight.append((plan, self.runner.launch(plan)))
-            self.plans.append(plan)
-        if len(self.in_flight) > (self.lag if plan is not None else 0):
-            old, handle = self.in_flight.pop(0)
-            result = self.runner.read(handle)
-            for column, row in enumerate(old.rows):
-                if self.scheduler.is_current(row):
-                    self.scheduler.confirm(row)
-                    new = result.tokens[len(row.forced) :, column]
-                    row.request.output += [int(t) for t in new if t >= 0]
-                    if len(row.request.output) == row.request.max_tokens:
-                        self.scheduler.finish(row.request, "length")
-        self.scheduler.check_integrity()
-        assert self.runner.violations == []
-        return plan
-
-    def finish(self, *requests):
-        while self.scheduler.has_work or self.in_flight:
-            self.step()
-            assert len(self.plans) < 5000, "nothing gets on"
-        for request in requests:
-            assert request.output == expected_tokens(request, 101)
-
-
-def long_output(name, length=60, tokens=200, **params):
-    return make_related(name, length, 0, max_tokens=tokens, ignore_eos=True, **params)
 
 
 @pytest.mark.parametrize("lag", [0, 1, 2])
@@ -256,158 +216,6 @@ def test_the_engine_ends_a_request_at_its_deadline():
         assert recorder.tokens("a") == alone(engine, prompt_of(60), params)[: len(recorder.tokens("a"))]
 
 
-def measured(pace, tiles, seconds):
-    pace.launched(tiles)
-    pace.took(seconds)
-
-
-def test_prefill_steps_are_made_to_fit_between_decode_steps():
-    pace = Pace(0.5, (1, 2, 8))
-    assert pace.tiles(8) == 8, "nothing is known yet"
-    measured(pace, 0, 0.020)
-    measured(pace, 8, 0.100)
-    assert pace.owes
-    for _ in range(5):
-        assert pace.owes
-        measured(pace, 0, 0.020)
-    assert not pace.owes
-    assert pace.tiles(8) == 1, "a step of 8 takes too long, and one of 2 has not been seen"
-    measured(pace, 1, 0.008)
-    assert pace.tiles(8) == 2, "2 tiles cannot take more than twice as long as one"
-    measured(pace, 2, 0.012)
-    assert pace.tiles(8) == 2
-
-
-def test_prefill_steps_are_not_made_so_small_that_they_waste_time():
-    """A step of 2 tiles takes two thirds of one of 8, since either reads all weights."""
-    pace = Pace(0.5, (2, 8))
-    measured(pace, 0, 0.020)
-    measured(pace, 8, 0.060)
-    assert pace.tiles(8) == 2, "tried, as nothing is known of it"
-    measured(pace, 2, 0.040)
-    assert pace.tiles(8) == 8
-    for _ in range(20):
-        measured(pace, 0, 0.020)
-    measured(pace, 8, 0.060)
-    for _ in range(3):
-        assert pace.owes, "what is longer than a decode dispatch is still paid back"
-        measured(pace, 0, 0.020)
-    assert not pace.owes
-
-
-def test_larger_steps_are_tried_after_a_short_first_prompt():
-    """A step costs 30 ms and 1 ms a tile: what small steps take says nothing of large ones."""
-    pace = Pace(0.45, (2, 8, 32))
-    pace.launched(2, 0.0)
-    pace.took(0.032)
-    measured(pace, 0, 0.024)
-    used = []
-    for _ in range(4):
-        used.append(pace.tiles(32))
-        measured(pace, used[-1], 0.030 + 0.001 * used[-1])
-        while pace.owes:
-            measured(pace, 0, 0.024)
-    assert used == [8, 32, 32, 32]
-
-
-def test_an_absurd_first_sample_does_not_leave_the_smallest_step_alone():
-    pace = Pace(0.45, (1, 4, 16))
-    measured(pace, 16, 60.0)
-    measured(pace, 0, 0.030)
-    for _ in range(6):
-        measured(pace, pace.tiles(16), 0.010 + 0.0005 * pace.tiles(16))
-        while pace.owes:
-            measured(pace, 0, 0.030)
-    assert pace.tiles(16) == 4, "16 would take up to four times as long, too long beside 30 ms"
-
-
-def test_prompts_without_room_do_not_count_as_waiting():
-    driver = Driver(num_pages=30, max_running=8, num_slots=9)
-    driver.scheduler.add(long_output("decoding", 60, 300))
-    driver.step()
-    assert driver.scheduler._delayed() == 1.0
-    for i in range(6):
-        driver.scheduler.add(make_related(f"r{i}", 100, 0, max_tokens=2))
-    assert driver.scheduler._delayed() == 1 / 6
-    driver = Driver(num_pages=8, max_running=8, num_slots=9)
-    driver.scheduler.add(long_output("decoding", 60, 300))
-    driver.step()
-    for i in range(6):
-        driver.scheduler.add(make_related(f"r{i}", 400, 0, max_tokens=2))
-    assert driver.scheduler._delayed() == 1.0
-
-
-def test_decoding_counts_less_the_more_requests_wait():
-    """One decodes and four wait: a fifth of what the step takes is owed, not as much."""
-    pace = Pace(0.5, (8,))
-    measured(pace, 0, 0.010)
-    pace.launched(8, 0.25)
-    pace.took(0.080)
-    for _ in range(2):
-        assert pace.owes
-        measured(pace, 0, 0.010)
-    assert not pace.owes
-
-
-def test_a_wave_of_prompts_decodes_together():
-    """Eight prompts at once, steps as measured on a GPU: those who decode do not hold up those who wait."""
-    sizes = {"max_running": 8, "num_slots": 9, "num_pages": 100, "max_prefill_tiles": 8}
-    driver = Driver(**sizes, prefill_share=0.45, prefill_sizes=(2, 8), lag=1)
-    requests = [make_related(f"r{i}", 512, 0, max_tokens=64, ignore_eos=True) for i in range(8)]
-    for request in requests:
-        driver.scheduler.add(request)
-    total = 0.0
-    while driver.scheduler.has_work or driver.in_flight:
-        known = len(driver.plans)
-        driver.step()
-        for plan in driver.plans[known:]:
-            tiles = sum(row.tiles for row in plan.rows) if isinstance(plan, PrefillPlan) else 0
-            seconds = (0.018 if tiles <= 2 else 0.030) if tiles else 0.006 * (1 + 0.03 * len(plan.rows))
-            driver.scheduler.pace.took(seconds)
-            total += seconds
-    assert total < 1.5 * (8 * 0.030 + 64 * 0.0074)
-
-
-def test_a_slow_sample_does_not_stay():
-    pace = Pace(0.5, (1, 8))
-    measured(pace, 8, 30.0)  # it compiled
-    measured(pace, 0, 0.1)
-    assert pace.tiles(8) == 1
-    for _ in range(20):
-        measured(pace, 1, 0.01)
-        measured(pace, 0, 0.1)
-    assert pace.tiles(8) == 8
-    for _ in range(200):
-        if not pace.owes:
-            break
-        measured(pace, 0, 0.1)
-    assert not pace.owes, "what is owed is bounded"
-
-
-def test_a_full_share_means_alternation():
-    pace = Pace(1.0, (1, 8))
-    measured(pace, 0, 0.001)
-    measured(pace, 8, 10.0)
-    assert not pace.owes
-    assert pace.tiles(8) == 8
-
-
-def test_decoding_goes_first_while_prefill_owes():
-    driver = Driver(num_pages=100, prefill_share=0.5, prefill_sizes=(1, 8), max_running=4)
-    driver.scheduler.add(long_output("decoding", 10, 300))
-    driver.step()
-    driver.scheduler.add(make_related("long", 630, 0, max_tokens=2))
-    seconds = {PrefillPlan: 0.05, DecodePlan: 0.01}
-    kinds = []
-    for _ in range(40):
-        plan = driver.step()
-        driver.scheduler.pace.took(seconds[type(plan)])
-        kinds.append(type(plan))
-    last = max(i for i, kind in enumerate(kinds) if kind is PrefillPlan)
-    prefill = sum(kind is PrefillPlan for kind in kinds[: last + 1])
-    assert prefill * 0.05 <= 1.5 * (last + 1 - prefill) * 0.01 + 0.1
-
-
 def test_a_request_that_does_not_fit_protects_no_cached_pages():
     """Else what decodes is preempted for pages that nobody uses, again and again."""
     driver = Driver(num_pages=11, prefix_caching=True)
@@ -472,17 +280,6 @@ def test_nobody_is_preempted_for_pages_that_others_share():
     driver.step()
     assert (second.epoch, large.admitted) == (0, None)
     driver.finish(first, second, large)
-
-
-def test_decoding_that_is_faster_than_expected_owes_nothing():
-    pace = Pace(1.0, (1, 8))
-    for seconds in (0.02, 0.01, 0.001):
-        measured(pace, 0, seconds)
-        assert not pace.owes
-    pace = Pace(0.5, (1, 8))
-    measured(pace, 0, 0.02)
-    measured(pace, 0, 0.001)
-    assert not pace.owes, "no prefill has been delayed for"
 
 
 def test_offline_generation_keeps_the_operator_s_time_limit():

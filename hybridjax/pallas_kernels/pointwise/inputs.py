@@ -19,6 +19,7 @@ from hybridjax.ops.history import bounds, rows_before
 from hybridjax.ops.mixers import gates
 from hybridjax.pallas_kernels.pointwise.values import sigmoid
 from hybridjax.pallas_kernels.state_update import SIZE
+from hybridjax.pallas_kernels.tiles import spans
 
 TAPS = 4
 _PAST = TAPS - 1
@@ -37,22 +38,20 @@ def describe(batch: Batch) -> jax.Array:
     in if they end here (0: none), and the slot of the snapshot (0: none).
     """
     tiles, sequence = batch.positions.reshape(-1, TILE), batch.tile_sequence
-    held = tiles >= 0
-    count = jnp.sum(held, axis=1, dtype=jnp.int32)
-    low = jnp.argmax(held, axis=1).astype(jnp.int32)
-    follows = (sequence[1:] == sequence[:-1]) & held[:-1, -1] & (tiles[1:, 0] == tiles[:-1, -1] + 1)
+    low, end, snapshot = spans(batch.positions, batch.snapshot_slot)
+    full = tiles[:-1, -1] >= 0
+    follows = (sequence[1:] == sequence[:-1]) & full & (tiles[1:, 0] == tiles[:-1, -1] + 1)
     none = jnp.zeros((1,), bool)
-    known = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.minimum(count[:-1], _PAST)])
-    ends = ~jnp.concatenate([follows, none]) & (count > 0)
-    snapshot = jnp.zeros_like(sequence) if batch.snapshot_slot is None else batch.snapshot_slot
+    known = jnp.concatenate([jnp.zeros((1,), jnp.int32), jnp.minimum(end[:-1] - low[:-1], _PAST)])
+    ends = ~jnp.concatenate([follows, none]) & (end > 0)
     return jnp.stack(
         [
             low,
-            jnp.where(count > 0, low + count, 0),
+            end,
             sequence,
             jnp.where(jnp.concatenate([none, follows]), known, -1),
             jnp.where(ends, batch.slot[sequence], 0),
-            jnp.where(held[:, -1], snapshot, 0),
+            snapshot,
         ]
     )
 
